@@ -1,6 +1,6 @@
 """The data sets that --data names: their shares, their tokenizer and their tokens.
 
-A mixture reads several data sets. This mixture reads 70% of its sequences from fineweb:
+A mixture consists of several data sets. This mixture takes 70% of its sequences from fineweb:
 
   --data fineweb=0.7 code=0.2 zh=0.1
 """
@@ -111,10 +111,10 @@ def encode_text(path, tokenizer):
 
 
 def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
-    """Opens a file of pairs -> (training Tokens, validation Tokens).
+    """Opens a file of pairs. Returns (training Tokens, validation Tokens).
 
-    Holds out val_fraction of the pairs, by default a tenth. T: tokens per sequence. vocab_size: as
-    in open_splits.
+    The validation split contains val_fraction of the pairs, by default a tenth. T: tokens per
+    sequence. vocab_size: as in open_splits.
     """
     vocab_size = vocab_size or tokenizer.n_vocab
     train, val = read_pairs(Path(path), tokenizer, T, val_fraction or 0.1)  # (ids, counted) each
@@ -126,7 +126,7 @@ def open_pairs(path, tokenizer, T, val_fraction=None, vocab_size=None):
 
 
 def open_splits(path, tokenizer, val_fraction=None, vocab_size=None):
-    """Opens a text file or token files -> (training Tokens, validation Tokens).
+    """Opens a text file or token files. Returns (training Tokens, validation Tokens).
 
     path: a text file, which is encoded with `tokenizer`; a directory with shards; or X for
     Megatron's files X.bin and X.idx. The validation data are the val shards. If there are no val
@@ -165,7 +165,8 @@ class Sources:
     """
 
     def __init__(self, items, tokenizer=None, val_fraction=None):
-        # A notebook may start several runs, and the files may change between these runs.
+        # A notebook may start several runs, and the files may change between these runs, so their
+        # shards must be opened again.
         open_shard.cache_clear()
         self.items = items
         self.val_fraction = val_fraction
@@ -182,7 +183,7 @@ class Sources:
             raise UserError("--val_fraction: the data have val shards; remove this flag")
 
     def open(self, tokenizer, T, vocab_size=None):
-        """Opens the data sets -> [(training Tokens, validation Tokens)].
+        """Opens the data sets. Returns [(training Tokens, validation Tokens) of each data set].
 
         tokenizer: the Tokenizer of the run, which may come from loaded weights. T: tokens per
         sequence, used only for pairs. vocab_size: as in open_splits.
@@ -196,9 +197,9 @@ class Sources:
         return splits
 
     def count_train_tokens(self):
-        """Returns the number of training tokens of all shards.
+        """Returns the number of training tokens in all shards.
 
-        Does not count text files, because they take long to encode and are small compared with
+        Text files are not counted, because they take long to encode, and are small compared with
         shards.
         """
         shards = [path for path in self.shares if not is_text_file(path)]
@@ -209,9 +210,9 @@ def find_tokenizer(data, place=None):
     """Returns the Tokenizer of a data set.
 
     If the data set names no tokenizer, returns the tokenizer of the flag --tokenizer. If this flag
-    is not given, returns gpt2 for shards, and bytes for a text file. place: value of --tokenizer.
-    Raises UserError if the data do not exist, or if the tokenizer of the data differs from the
-    tokenizer of the flag.
+    is missing, too, returns gpt2 for shards, and bytes for a text file. place: value of
+    --tokenizer. Raises UserError if the data do not exist, or if the data set and the flag name
+    different tokenizers.
     """
     path = Path(data)
     if not (path.is_dir() or is_text_file(path) or find_index(path)):
@@ -240,7 +241,7 @@ def find_tokenizer(data, place=None):
 
 
 def check_gpt2_ids(path):
-    """Raises UserError if the ids of a data set are bytes or characters instead of GPT-2's.
+    """Raises UserError if the ids of a data set are ids of bytes or characters, not of GPT-2.
 
     GPT-2's ids below 256 are single bytes, and words have larger ids.
     """
@@ -282,9 +283,9 @@ class Data:
         }
 
     def find_prompts(self, n):
-        """Returns the first n prompts of the validation pairs: [(ids of prompt, of response)].
+        """Returns at most n validation pairs: [(ids of the prompt, ids of the response)].
 
-        Takes at most one prompt from each sequence. Without pairs, returns [].
+        Each is the first pair of a sequence, from the first sequence on. Without pairs, returns [].
         """
         found = []
         for tokens in self.val:
@@ -304,10 +305,10 @@ class Data:
 
 
 def log_names(paths):
-    """Returns a name without white space for each data set.
+    """Returns a name without whitespace for each data set.
 
-    The name is the last part of the path. If two data sets would have the same name, all names are
-    whole paths. Bytes of a path that are not UTF-8 become escapes such as \\udce9.
+    The name is the last part of the path. If two data sets would have the same name, the names are
+    the whole paths. Bytes of a path that are not UTF-8 become escapes such as \\udce9.
     """
     paths = [str(path).encode("utf-8", "backslashreplace").decode() for path in paths]
     names = [re.sub(r"\s", "_", Path(path).name) for path in paths]
@@ -317,7 +318,7 @@ def log_names(paths):
 
 
 def fingerprint(sets, shares):
-    """Describes a split: number of tokens, CRC-32 and share of each data set -> string."""
+    """Returns a description of a split: number of tokens, CRC-32 and share of each data set."""
     texts = [tokens.fingerprint() for tokens in sets]
     if len(sets) > 1:
         texts = [f"{share} of {text}" for text, share in zip(texts, shares)]

@@ -1,11 +1,11 @@
 """Reads documents and records from files: JSON lines, a JSON array, CSV, Parquet, Arrow, or text.
 
 Reading a large file needs only a few megabytes of memory. But a JSON array and a single record must
-fit in memory as a whole. A document in a .txt file must also fit in memory, but if the caller
-allows it, the document is cut instead.
+fit in memory as a whole. A document in a .txt file must also fit in memory, unless the caller
+allows large documents to be cut.
 
-A record is a dict, or JSON as bytes. A damaged line of JSON, or a row of CSV with too many fields,
-is one damaged record. After any other damage, reading ends.
+A record is a dict, or JSON as bytes. If a line of JSON is damaged, or a row of CSV has too many
+fields, only this record is damaged, and read_documents reads on. After any other damage, it stops.
 """
 
 import codecs
@@ -32,8 +32,9 @@ COMPRESSIONS = (".gz", ".zst")
 GZIP = b"\x1f\x8b"  # the first bytes of a file
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
-# Matches bytes up to the last place where a token of GPT-2 certainly ends: before a space or line
-# break, and after a printable ASCII character or a byte that cannot end a Unicode space.
+# Matches bytes up to the last place where a token of GPT-2 certainly ends. Such a place is before a
+# space or line break, and after a printable ASCII character or a byte that cannot end a Unicode
+# space.
 CUT = re.compile(rb".*[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?=[ \n])", re.S)
 
 
@@ -45,7 +46,7 @@ class Document:
     text: str | None = None  # None if the document is damaged
     problem: str = ""  # why the document is damaged
     begins: bool = True  # False if this piece continues the previous piece
-    done: int = 0  # number of bytes read from disk so far, over all files
+    done: int = 0  # number of bytes read so far, in all files
 
 
 def kind_of(path):
@@ -57,12 +58,12 @@ def kind_of(path):
 
 
 def find_files(patterns):
-    """Returns the paths of the files that some patterns name.
+    """Returns the paths of the files that the patterns match, each file once.
 
-    A pattern is a path, a glob, or a directory. An existing path may contain "[" or "*", so this
-    function never treats an existing path as a glob.
+    Each pattern is the path of a file or a directory, or a glob pattern. The name of an existing
+    file may contain "[" or "*", so an existing path is never treated as a glob pattern.
     """
-    found = {}  # lists each file once
+    found = {}  # {absolute path: path}
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
@@ -77,17 +78,18 @@ def find_files(patterns):
     paths = list(found.values())
     for path in paths:
         if not path.is_file():
-            raise UserError(f"{path}: no such file; give files, a glob or a directory of files")
+            raise UserError(f"{path}: no such file; give files, a glob pattern or a directory")
         if kind_of(path) not in KINDS:
             raise UserError(f"{path}: unknown format; fineweb.py --help names the known formats")
     return paths
 
 
 def find_inside(directory):
-    """Returns the paths of the files in a directory: its .arrow files, or all of known formats.
+    """Returns the paths of the data files in a directory.
 
-    After map, filter, sort or shuffle, `datasets` keeps cache-*.arrow files next to the data. These
-    files are skipped. save_to_disk writes a state.json, which names the files of the data.
+    If there is a state.json, which `datasets` writes in save_to_disk, returns the files that it
+    names. Otherwise, returns all .arrow files, or if there are none, all files in a known format.
+    Skips cache-*.arrow: `datasets` writes these files after map, filter, sort or shuffle.
     """
     state = directory / "state.json"
     if state.exists():
@@ -103,14 +105,15 @@ def find_inside(directory):
 
 
 def find_hub_files(dataset, name=None):
-    """Finds the split "train" of a data set -> (paths or URLs of its files, revision).
+    """Finds the split "train" of a data set. Returns (paths or URLs of its files, revision).
 
-    If the data set consists of Parquet files on the Hugging Face Hub, returns their URLs, from
-    which only the needed columns are downloaded, and nothing is stored. If the files have another
-    format, or the cache of `datasets` contains the data set, returns the Arrow files in the cache.
+    If the data set consists of Parquet files on the Hugging Face Hub, returns their URLs. The
+    caller then downloads only the columns that it needs, and stores no file. If the files have a
+    different format, or if the cache of `datasets` already contains the data set, returns the paths
+    of the Arrow files in this cache.
     """
     datasets = require("datasets")
-    # Network errors come from several libraries.
+    # Network errors come from several libraries, and have no common class.
     with explaining(f"{dataset}: cannot be loaded", "check the name, the network and HF_ENDPOINT"):
         builder = datasets.load_dataset_builder(dataset, name)
         cache = Path(builder.cache_dir)
@@ -122,9 +125,10 @@ def find_hub_files(dataset, name=None):
 
 
 def load_hub(dataset, name=None, split="train"):
-    """Downloads a data set, unless it is in the cache of `datasets` -> its Arrow files there.
+    """Downloads a data set, unless the cache of `datasets` contains it.
 
-    If the Hugging Face Hub does not answer within five seconds, uses only the cache.
+    Returns the paths of the Arrow files in this cache. If the Hugging Face Hub does not answer
+    within five seconds, uses only the cache.
     """
     datasets = require("datasets")
     if not datasets.config.HF_HUB_OFFLINE:
@@ -134,7 +138,7 @@ def load_hub(dataset, name=None, split="train"):
             requests.head(datasets.config.HF_ENDPOINT, timeout=5)
         except requests.RequestException:
             datasets.config.HF_HUB_OFFLINE = True  # this setting stays until the program ends
-    # Network errors come from several libraries.
+    # Network errors come from several libraries, and have no common class.
     with explaining(f"{dataset}: cannot be loaded", "check the name, the network and HF_ENDPOINT"):
         data = datasets.load_dataset(dataset, name, split=split)
     return [Path(file["filename"]) for file in data.cache_files]
@@ -164,7 +168,10 @@ def check_encoding(name, start):
 
 
 def decompress(path, file):
-    """Returns an open file with the decompressed contents of an open binary file."""
+    """Returns a file object that reads the decompressed contents of an open binary file.
+
+    path: as in open_file. If the contents are not compressed, reads them unchanged.
+    """
     if isinstance(path, str):  # a Parquet file on the hub
         return file
     start = file.peek()
@@ -180,11 +187,11 @@ def decompress(path, file):
 
 
 def read_items(path, file, columns=(), skip=0):
-    """Yields the records of an open file: each a dict, or JSON as bytes.
+    """Yields the records of an open file. A record is a dict, or JSON as bytes.
 
-    A file of an unknown kind is a text: a record is {"text": line, "is_line": True}. columns: as in
-    choose_columns. skip: of a Parquet file, the first `skip` rows may be None, because whole row
-    groups are not read.
+    If the file is not JSON, CSV, Parquet or Arrow, each line is a record: {"text": line, "is_line":
+    True}. columns: as in choose_columns. skip: the caller does not need the first `skip` records.
+    In a Parquet file, this function then skips whole row groups, and yields None for their rows.
     """
     kind = kind_of(path)
     if kind == ".parquet":
@@ -203,10 +210,10 @@ def read_items(path, file, columns=(), skip=0):
 
 
 def read_csv(file, kind, columns):
-    """Yields the rows of a .csv or .tsv file as dicts; the first row contains the names.
+    """Yields the rows of a .csv or .tsv file as dicts. The first row contains the column names.
 
-    In a .tsv file, a quotation mark is an ordinary character. Raises ValueError. columns: as in
-    choose_columns.
+    In a .tsv file, a quotation mark is an ordinary character. columns: as in choose_columns. Raises
+    ValueError if a row is damaged, or as choose_columns does.
     """
     csv.field_size_limit(2**31 - 1)  # characters; Windows accepts no larger limit
     style = dict(delimiter=",") if kind == ".csv" else dict(delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -227,10 +234,11 @@ def read_csv(file, kind, columns):
 
 
 def read_parquet(file, columns, skip):
-    """Yields the rows of a Parquet file as dicts, or as None if the row group is skipped.
+    """Yields the rows of a Parquet file as dicts, or as None if their row group is skipped.
 
-    Decodes only these columns. Does not map the file into memory, because mapped pages would count
-    as memory of the process. columns: as in choose_columns.
+    Decodes only the columns of choose_columns. Does not map the file into memory, because mapped
+    pages would count as memory of the process. columns: as in choose_columns. skip: as in
+    read_items.
     """
     import pyarrow.parquet as pq
 
@@ -246,7 +254,10 @@ def read_parquet(file, columns, skip):
 
 
 def read_arrow(file, columns):
-    """Yields the rows of an Arrow file of `datasets` as dicts. columns: as in choose_columns."""
+    """Yields the rows of an Arrow file as dicts. `datasets` writes such files.
+
+    columns: as in choose_columns.
+    """
     import pyarrow as pa
 
     batches = pa.ipc.open_stream(file)
@@ -256,10 +267,11 @@ def read_arrow(file, columns):
 
 
 def choose_columns(names, columns):
-    """Returns the names of a table's columns that the caller needs. Raises ValueError.
+    """Returns the names of the columns that the caller needs.
 
-    columns: names of the columns that the caller may read. If the table contains none of these
-    columns, returns all names, for the error message of the caller.
+    names: the names of all columns of a table. columns: the columns that the caller may read. If
+    the table contains none of them, returns all names, for the error message of the caller. Raises
+    ValueError if two of the returned columns have the same name.
     """
     chosen = [name for name in names if name in columns] or names
     for name in chosen:
@@ -269,7 +281,7 @@ def choose_columns(names, columns):
 
 
 def parse_record(item):
-    """Returns a record of read_items as a dict. Raises ValueError."""
+    """Returns a record of read_items as a dict. Raises ValueError if the record is damaged."""
     if isinstance(item, bytes):
         try:
             item = json.loads(item.decode("utf-8-sig"))
@@ -283,7 +295,7 @@ def parse_record(item):
 
 
 def read_records(paths, columns=()):
-    """Yields the records of files, as dicts.
+    """Yields the records of files as dicts. Raises UserError if a record is damaged.
 
     The field `where` of a dict says where the record comes from, such as "a.jsonl, record 7". A
     file contains JSON lines, a JSON array, CSV, Parquet, Arrow, or lines of text. columns: as in
@@ -302,9 +314,9 @@ def read_records(paths, columns=()):
 def read_documents(paths, text_key="text", cut=False, skip=0):
     """Yields the Documents of the files, in order, without the first `skip` Documents.
 
-    paths: each a path, or the URL of a Parquet file. text_key: field or column that contains the
-    text. cut: whether to yield large documents of a .txt file (above 4 MB) in pieces. With GPT-2's
-    tokenizer, all pieces together have the same tokens as the whole document.
+    paths: a list of paths, or of URLs of Parquet files. text_key: the field or column that contains
+    the text. cut: whether to yield large documents of a .txt file (above 4 MB) in pieces. With
+    GPT-2's tokenizer, all pieces together have the same tokens as the whole document.
     """
     n = 0  # Documents so far, in all files
     n_before = 0  # bytes of all files before `path`
@@ -335,10 +347,11 @@ def read_file(path, file, text_key, cut, skip):
 
 
 def split_text(file, cut=False):
-    """Yields (number of the document, bytes, whether the document ends here) of a .txt file.
+    """Splits a .txt file into documents, or into pieces of documents if `cut` is True.
 
-    A file may begin or end with a separator, so white space before the first separator and after
-    the last separator is not a document.
+    Yields (number of the document, bytes, whether the document ends here). A file may begin or end
+    with a separator, so whitespace before the first separator or after the last separator is not a
+    document.
     """
     block = file.read(BLOCK).removeprefix(codecs.BOM_UTF8)
     if not block:
@@ -359,15 +372,15 @@ def split_text(file, cut=False):
             yield n, piece[0], False
             rest = rest[piece.end() :]
             begins = False
-        # After each block, this loop scans the whole document again. Therefore, the next block of a
-        # long document is larger.
+        # After each block, this loop scans the unfinished document from its start. Larger blocks of
+        # a long document keep the number of these scans small.
         block = file.read(max(BLOCK, len(rest)))
     if rest.strip() or is_first or not begins:
         yield n, rest, True
 
 
 def make_document(where, item, text_key, begins=True):
-    """Turns a record of read_items into a Document, which has a problem if it is damaged."""
+    """Returns a record of read_items as a Document. A damaged record has a text in `problem`."""
     try:
         return Document(where, find_text(parse_record(item), text_key), begins=begins)
     except (ValueError, UserError) as error:

@@ -4,8 +4,8 @@ The tokens of a pair are end_of_text, prompt, response. The tokenizer encodes pr
 separately, so that generate.py computes the same ids for the prompt. If a response ends with
 <|endoftext|>, this mark is removed. Only the response and the end_of_text after it are targets. A
 pair always lies within one sequence of T tokens. If the next pair does not fit into a sequence,
-end_of_text fills the rest. For T = 8, this is the first sequence and the start of the second
-sequence. <> is end_of_text, p is a token of a prompt, and r is a token of a response:
+end_of_text fills the rest. This example for T = 8 shows the first sequence and the start of the
+second sequence. <> is end_of_text, p is a token of a prompt, and r is a token of a response:
 
     token     <>  p   p   r   <>  p   r   <>   |   <>  p   p   p   r
     counted   0   0   0   1   1   0   1   1    |   0   0   0   0   1
@@ -26,7 +26,7 @@ import numpy as np
 def encode_pair(record, tokenizer):
     """Returns the ids of the prompt and the ids of the response in a record, as two lists.
 
-    record: from read_records.
+    record: a dict from read_records. Raises UserError if it contains no valid pair.
     """
     where = f"--data {record['where']}"
     prompt = record.get("prompt")
@@ -46,10 +46,10 @@ def encode_pair(record, tokenizer):
 
 
 def read_pairs(path, tokenizer, T, val_fraction):
-    """Reads a file of pairs -> its training part and its validation part, (ids, counted) each.
+    """Reads a file of pairs. Returns [(ids, counted) for training, (ids, counted) for validation].
 
-    ids, counted: (n,), sequences of T tokens one after the other. n is a multiple of T, plus 1.
-    counted: bool, whether a token is a target.
+    ids: the ids of all sequences of T tokens, one after the other, (n,); n is a multiple of T,
+    plus 1. counted: whether each token is a target, (n,) bool.
 
     Shuffles the pairs with a fixed random seed. The last val_fraction of the pairs are for
     validation. The split depends only on the file and val_fraction, so runs with different
@@ -81,7 +81,7 @@ def count_tokens(prompt, response):
 
 
 def note_long(path, pairs, T):
-    """Prints how many pairs are longer than T tokens. pairs: the ids of prompts and responses."""
+    """Prints how many pairs are longer than T tokens. pairs: the results of encode_pair."""
     sizes = [count_tokens(prompt, response) for prompt, response in pairs]
     n_long = sum(size > T for size in sizes)
     if n_long:
@@ -92,7 +92,10 @@ def note_long(path, pairs, T):
 
 
 def join_pairs(pairs, tokenizer, T):
-    """Packs pairs into sequences -> (ids, counted), as in read_pairs. Skips pairs longer than T."""
+    """Packs pairs into sequences of T tokens. Skips each pair that is longer than T tokens.
+
+    pairs: the results of encode_pair. Returns (ids, counted), as in read_pairs.
+    """
     end = tokenizer.end_of_text
     ids = array("I", [end])
     counted = bytearray(1)

@@ -2,8 +2,8 @@
 
 The shards are Andrej Karpathy's data set for llm.c: .bin files of 100 million tokens each, with the
 ids of GPT-2. An unfinished file has the name of the shard and the suffix .incomplete, so no program
-reads it as a shard. huggingface_hub.hf_hub_download is not used because an interrupted file would
-start again from its first byte.
+reads it as a shard. This file does not use huggingface_hub.hf_hub_download, because it would start
+an interrupted download again from the first byte.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 REPO = "karpathy/fineweb-edu-100B-gpt2-token-shards"
 NAME = re.compile(r"edu_fineweb_(train|val)_\d{6}\.bin")
-STEP = 2**19  # tokens per step, by default
+STEP = 2**19  # tokens per step, the default of train_gpt2.py
 BLOCK = 2**16  # bytes to read at a time; an interruption loses less than a block
 NETWORK = "check the network, HF_ENDPOINT and HF_TOKEN, then run the same command again"
 
 
 def count_tokens(path):
-    """Returns the number of tokens of a shard, or 0 unless the shard exists and is whole."""
+    """Returns the number of tokens in a shard, or 0 if the shard is missing or incomplete."""
     if not path.exists() or path.stat().st_size < BIN_HEADER:
         return 0
     dtype, n = read_bin_header(path)
@@ -34,12 +34,12 @@ def count_tokens(path):
 
 
 def unfinished(path):
-    """Returns the path of the file that becomes a shard when the file is whole."""
+    """Returns the path of the unfinished file that becomes the shard `path`."""
     return path.with_name(f"{path.name}.incomplete")
 
 
 def check_directory(directory):
-    """Raises UserError if a directory contains shards of other data."""
+    """Raises UserError if a directory contains shards of different data."""
     paths = [*find_shards(directory, "train"), *find_shards(directory, "val")]
     others = [path for path in paths if not NAME.fullmatch(path.name)]
     if find_meta(directory).exists():  # fineweb.py wrote it
@@ -49,7 +49,7 @@ def check_directory(directory):
 
 
 def list_sizes(names):
-    """Asks the hub for the sizes of the shards `names` -> {name: bytes}."""
+    """Returns the sizes of some shards on the Hugging Face Hub: {name: number of bytes}."""
     api = require("huggingface_hub").HfApi()
     with explaining(f"{REPO}: cannot be listed", NETWORK):
         files = api.dataset_info(REPO, files_metadata=True, timeout=30).siblings
@@ -61,7 +61,7 @@ def list_sizes(names):
 
 
 def read_blocks(name, start):
-    """Yields the bytes of a file on the hub from position `start`, in blocks."""
+    """Yields the bytes of a file on the Hugging Face Hub from position `start` on, in blocks."""
     import requests
 
     hub = require("huggingface_hub")
@@ -74,7 +74,10 @@ def read_blocks(name, start):
 
 
 def download(path, size, bar):
-    """Downloads a shard, or the rest of the shard. size: number of bytes of the whole file."""
+    """Downloads a shard, or continues its download.
+
+    path: the path of the shard. size: the number of bytes of the whole file. bar: the progress bar.
+    """
     remedy = "free some space, then run the same command again"
     with writing(path, remedy), open(unfinished(path), "ab") as file:
         if file.tell() < size:

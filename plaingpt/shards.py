@@ -38,7 +38,7 @@ BIN_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # {(llm.c's magic numb
 # The keys are the codes in X.idx. Code 4 means int32, but we read these ids as uint32, so that a
 # negative id becomes a large id, which is outside every vocabulary.
 MEGATRON_TYPES = {4: "<u4", 8: "<u2"}
-# The name of a Megatron file with validation data matches this pattern.
+# The name of a Megatron file with validation data matches this regular expression.
 VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
 # The fingerprint covers this many tokens at the start and at the end of each shard.
 ENDS = 2**16
@@ -46,7 +46,7 @@ ENDS = 2**16
 
 @functools.lru_cache(48)  # a process may open only 256 files on macOS
 def open_shard(path):
-    """Maps a shard into memory -> array (n,) of ids."""
+    """Maps a shard into memory. Returns an array (n,) of ids."""
     # If the header is damaged, np.load may raise any kind of error.
     with reading(path, "make it again", "not a shard"):
         check_pointer(path)
@@ -64,7 +64,7 @@ def open_shard(path):
 
 
 def open_megatron(index):
-    """Maps the tokens that X.idx describes into memory -> array (n,) of ids."""
+    """Maps the tokens that X.idx describes into memory. Returns an array (n,) of ids."""
     data = index.read_bytes()
     version, code, n_sequences = struct.unpack_from("<QBQ", data, 9)
     if data[:9] != b"MMIDIDX\0\0" or version != 1 or code not in MEGATRON_TYPES:
@@ -77,13 +77,16 @@ def open_megatron(index):
 
 
 def read_bin_header(path):
-    """Reads the header of a .bin file of llm.c -> (dtype, n). Other files have the dtype None."""
+    """Reads the header of an llm.c .bin file. Returns (dtype, number of tokens).
+
+    The dtype is None if the file has a different header, or no header.
+    """
     magic, version, n = np.fromfile(path, "<i4", 3).tolist()
     return BIN_TYPES.get((magic, version)), n
 
 
 def open_bin(path):
-    """Maps a .bin file of llm.c or nanoGPT into memory -> array (n,) of ids."""
+    """Maps a .bin file of llm.c or nanoGPT into memory. Returns an array (n,) of ids."""
     dtype, n = read_bin_header(path)
     if dtype:
         return np.memmap(path, dtype, "r", offset=BIN_HEADER, shape=n)
@@ -92,8 +95,8 @@ def open_bin(path):
     if path.with_name("meta.pkl").exists():
         raise UserError(f"{path}: contains ids of characters; give the file input.txt as --data")
     ids = np.memmap(path, "<u2", "r")
-    # Read as uint16, an id of 32 or 64 bits becomes two or four ids, and every second of these ids
-    # is nearly 0.
+    # If an id has 32 or 64 bits, reading the file as uint16 splits it into two or four numbers.
+    # Every second number then contains only high bits of an id, so it is almost 0.
     low, high = ids[: 2**16 : 2], ids[1 : 2**16 : 2]
     if high.max(initial=0) < 16 <= low.max(initial=0):
         raise UserError(f"{path}: contains ids of 32 or 64 bits; write them as uint16")
@@ -101,7 +104,7 @@ def open_bin(path):
 
 
 def check_end(path):
-    """Raises UserError if more than a tenth of a shard, at its end, is one repeated id.
+    """Raises UserError if all ids in the last tenth of a shard are equal.
 
     A download may reserve the size of the file, then stop. The rest of the file is then 0.
     """
@@ -121,7 +124,10 @@ def check_end(path):
 
 
 def note_missing(directory):
-    """Prints what a directory with shards lacks. The shards may be valid without it."""
+    """Prints a note if shards in a directory are missing or incomplete.
+
+    This is not an error, because a run can use the shards that are complete.
+    """
     if (directory / "progress.json").exists():
         print0(
             f"note: {directory} is incomplete, because fineweb.py is running or was interrupted; "
@@ -139,7 +145,7 @@ def note_missing(directory):
                 f"note: {directory}: lacks {n_missing:,} of the shards {stems[first]} to "
                 f"{stems[last]}; download or make them again"
             )
-    # huggingface_hub writes a file into this cache first.
+    # huggingface_hub first downloads a file into this cache.
     for place in (directory, directory / ".cache/huggingface/download"):
         for file in sorted(place.glob("*.incomplete")):
             print0(f"note: {file}: is not complete; download it again")
@@ -154,7 +160,7 @@ def find_shards(path, split):
         return [index] if split == "train" else []
     shard_name = re.compile(rf"_{split}_\d+\.(npy|bin)$|(^|_){split}\.bin$")
     found = []
-    for file in sorted(Path(path).glob("[!.]*")):  # macOS and rsync write hidden files near shards
+    for file in sorted(Path(path).glob("[!.]*")):  # macOS and rsync add hidden files
         if file.suffix == ".idx":  # Megatron's data
             is_found = bool(VAL_NAME.search(file.stem)) == (split == "val")
         else:
@@ -186,12 +192,15 @@ def find_meta(directory):
 
 
 def read_meta(directory):
-    """Returns the contents of meta.json or progress.json, or {} if neither file exists."""
+    """Returns the contents of meta.json or progress.json as a dict, or {} without these files."""
     return read_json(find_meta(directory))
 
 
 def check_complete(directory, n_tokens):
-    """Raises UserError unless shards contain as many tokens as meta.json says."""
+    """Raises UserError if the shards do not contain as many tokens as meta.json says.
+
+    n_tokens: the number of tokens in all shards of the directory.
+    """
     n = read_meta(directory).get("tokens")
     if not isinstance(n, int):  # the meta.json of another program may contain anything
         return
@@ -234,7 +243,10 @@ class Tokens:
         return self.stop - self.start
 
     def hold_out(self, cut, name):
-        """Splits the tokens -> (Tokens before `cut`, held-out Tokens with their own name)."""
+        """Splits the tokens at index `cut`. Returns (Tokens before it, held-out Tokens after it).
+
+        name: the name of the held-out Tokens.
+        """
         train = copy.copy(self)
         val = copy.copy(self)
         train.stop = val.start = self.start + cut
@@ -243,7 +255,7 @@ class Tokens:
         return train, val
 
     def read(self, start, count):
-        """Returns `count` tokens from `start`: (count,) uint16 or uint32, or uint8 for bytes.
+        """Returns the ids of `count` tokens from `start` on: (count,) uint8, uint16 or uint32.
 
         Raises UserError if a token id is outside the vocabulary.
         """
@@ -264,9 +276,9 @@ class Tokens:
         return ids
 
     def read_sequence(self, start, T):
-        """Returns T inputs from `start`, and the targets, which are the next tokens: (2, T) int64.
+        """Returns the T inputs from `start` on, and the targets, the next tokens: (2, T) int64.
 
-        A target that the loss ignores is -100.
+        If the loss ignores a target, the target is -100.
         """
         ids = self.read(start, T + 1).astype(np.int64)
         sequence = np.stack([ids[:-1], ids[1:]])  # (2, T)
@@ -290,8 +302,8 @@ class Tokens:
     def fingerprint(self):
         """Returns the number of tokens and a CRC-32, as a string.
 
-        The CRC-32 covers both ends of every shard, or all of a text file. Raises UserError if a
-        shard is not complete: its end is read here first.
+        The CRC-32 covers both ends of every shard, or all of a text file. This method is the first
+        to read the end of a shard, so it raises UserError if a shard is not complete.
         """
         crc = zlib.crc32(self.counted[self.start : self.stop]) if self.has_pairs else 0
         bounds = (np.clip(self.starts, self.start, self.stop) - self.start).tolist()
@@ -317,9 +329,9 @@ def open_ids(file):
 def find_cut(items, val_fraction, end_of_text=None):
     """Returns the index of the first validation item. items: Tokens, or a list of pairs.
 
-    The last val_fraction of the items are for validation. If end_of_text is given, validation
-    begins with the first document that begins among these tokens, or at once if no document begins
-    in the first half of these tokens, and in the first 2^20 tokens.
+    The last val_fraction of the items are for validation. If end_of_text is given, this function
+    looks for the start of a document in the first half of these tokens, but not beyond 2^20 tokens.
+    Validation then begins with this document. If no document begins there, nothing changes.
     """
     n = math.ceil(len(items) * Fraction(str(val_fraction)))
     cut = len(items) - n

@@ -1,8 +1,9 @@
-"""The tokenizer, which turns text into token ids and back.
+"""The tokenizer, which turns text into token ids, and token ids into text.
 
-There are three kinds of tokenizers: GPT-2's BPE, plain bytes, and a tokenizer.json of Hugging Face.
-The package tiktoken encodes text for the first two kinds, and the package tokenizers for the third
-kind. GPT-2's merges are in gpt2.tiktoken (OpenAI, MIT license), so loading them needs no network.
+There are three kinds of tokenizers: GPT-2's BPE, plain bytes, and a tokenizer.json in Hugging Face
+format. The package tiktoken encodes text for the first two kinds, and the package tokenizers for
+the third kind. GPT-2's tokens are in gpt2.tiktoken (OpenAI, MIT license), so loading them needs no
+network.
 """
 
 import base64
@@ -22,12 +23,13 @@ from plaingpt.terminal import print0
 import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
-# Common names of the end-of-text token. A tokenizer.json uses the first name in its vocabulary.
+# Common names of the end-of-text token. Of these names, the first one that the vocabulary of a
+# tokenizer.json contains is its end-of-text token.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
 MERGES = Path(__file__).with_name("gpt2.tiktoken")
 # Before merging bytes, GPT-2 splits text into contractions, words, numbers, symbols and spaces.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-LONG_SPACE = 500_000
+LONG_SPACE = 500_000  # consecutive whitespace characters, see clean_text
 # A byte-level vocabulary writes each byte as a character: visible bytes as themselves, and the
 # other bytes as the characters from U+0100 on.
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -36,11 +38,11 @@ BYTE_OF = {chr(byte): byte for byte in VISIBLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 
-@dataclass(eq=False, repr=False)  # eq=False keeps it hashable, for functools.cache
+@dataclass(eq=False, repr=False)  # eq=False keeps a Tokenizer hashable, for functools.cache
 class Tokenizer:
     """Converts text to ids and ids to text. get_tokenizer and load_tokenizer create one."""
 
-    name: str  # "gpt2", "bytes", or a description; the same name means the same tokens
+    name: str  # "gpt2", "bytes", or a description; tokenizers with equal names have equal tokens
     source: str  # the argument of get_tokenizer; checkpoints store this string
     token_bytes: list[bytes]  # the bytes of each id
     special: dict[str, int]  # {name: id} of tokens that represent no text
@@ -61,7 +63,10 @@ class Tokenizer:
 
     @functools.cached_property
     def encoding(self):
-        """The tiktoken.Encoding of "gpt2" or "bytes". Bytes have no merges, so any pattern fits."""
+        """The tiktoken.Encoding of "gpt2" or "bytes".
+
+        "bytes" has no merges, so the pattern does not change its tokens.
+        """
         n = self.n_vocab - len(self.special)  # special tokens come last
         ranks = dict(zip(self.token_bytes, range(n)))
         return require("tiktoken").Encoding(
@@ -73,22 +78,25 @@ class Tokenizer:
 
     @functools.cached_property
     def encoder(self):
-        """The tokenizers.Tokenizer that encodes the name of end_of_text as ordinary text."""
+        """A copy of `json` that encodes the name of end_of_text as ordinary text."""
         return make_encoder(self.json, self.new_names)
 
     def encode(self, text):
-        """Encodes a string -> list of ids. "<|endoftext|>" is encoded as ordinary text.
+        """Returns the ids of a string, as a list. Encodes "<|endoftext|>" as ordinary text.
 
-        Raises UserError if there are so many consecutive spaces that tiktoken would crash.
+        Raises UserError as clean_text does.
         """
         # A prompt that is not UTF-8 contains lone surrogates.
         return self.encode_documents([clean_text(text)])[1:].tolist()
 
     def encode_documents(self, texts):
-        """Encodes strings -> ids, (n,), with end_of_text before each string. Releases the GIL."""
+        """Returns the ids of all strings in one array, (n,), with end_of_text before each string.
+
+        Releases the GIL, so several threads can encode at the same time.
+        """
         if self.json:
             with explaining("tokenizer.json: not usable", "give another file"):
-                # The library fails, for example, if the unknown token is missing.
+                # The library raises an error, for example, if the unknown token is missing.
                 encodings = self.encoder.encode_batch_fast(texts, add_special_tokens=False)
             ids = []
             for encoding in encodings:
@@ -98,14 +106,17 @@ class Tokenizer:
         return self.encoding.encode_to_numpy(text, allowed_special="all").astype(self.dtype)
 
     def decode(self, ids):
-        """Decodes ids -> text. Invalid UTF-8 and padding ids become U+FFFD."""
+        """Returns the text of some ids. Invalid UTF-8 and ids outside the vocabulary become U+FFFD.
+
+        Ids outside the vocabulary exist in a model whose vocab_size is larger than n_vocab.
+        """
         if not self.joins_bytes:
             return self.json.decode(ids, skip_special_tokens=False)
         data = b"".join(self.token_bytes[i] if i < self.n_vocab else b"\xff" for i in ids)
         return data.decode("utf-8", errors="replace")
 
     def text_bytes(self, vocab_size):
-        """Returns the number of bytes of text per id, (vocab_size,) int64; 0 for special ids.
+        """Returns the number of bytes of text per id, (vocab_size,) int64. It is 0 for special ids.
 
         All numbers are 0 if the bytes of a text may differ from the bytes of its tokens. For
         example, WordPiece omits spaces, SentencePiece adds a space, and a normalizer replaces
@@ -138,9 +149,9 @@ class Tokenizer:
 
 
 def note_unknown(tokenizer, parts, what):
-    """Prints the share of the unknown token in ids, if there are any. what: name of the text.
+    """If ids contain the unknown token, prints the fraction of ids that are this token.
 
-    parts: lists or arrays of ids.
+    parts: lists or arrays of ids. what: the name of the encoded text, for the message.
     """
     if tokenizer.unknown is None:
         return
@@ -154,8 +165,8 @@ def note_unknown(tokenizer, parts, what):
 def get_tokenizer(source):
     """Returns the Tokenizer of a source.
 
-    source: "gpt2", "bytes", "lines", or the contents of a tokenizer.json. "lines" is the tokenizer
-    "bytes" for a model that was trained on pairs, in which a line break ends a text.
+    source: "gpt2", "bytes", "lines", or the contents of a tokenizer.json. "lines" means the same
+    tokens as "bytes", for a model that was trained on pairs: there, a line break ends a text.
     """
     if source in ("bytes", "lines"):
         token_bytes = [bytes([i]) for i in range(256)]
@@ -183,20 +194,21 @@ def read_gpt2_tokens():
 
 
 def read_tokenizer_json(source):
-    """Returns the Tokenizer of the contents of a tokenizer.json. Raises errors of many kinds.
+    """Returns the Tokenizer of a tokenizer.json. Raises exceptions of many kinds.
 
-    Only plainGPT uses the key "end_of_text": the name of the end-of-text token, if it is not in
-    END_NAMES. Returns "gpt2" or "bytes" if all ids are equal.
+    source: the contents of the file. Only plainGPT uses the key "end_of_text", which contains the
+    name of the end-of-text token if it is not in END_NAMES. If the file has the same tokens and ids
+    as the tokenizer "gpt2" or "bytes", returns that Tokenizer.
     """
     settings = json.loads(source)
     end_name = settings.pop("end_of_text", None)
     settings.update(truncation=None, padding=None)
-    if "dropout" in settings["model"]:  # BPE would skip random merges, even outside of training
+    if "dropout" in settings["model"]:  # with dropout, BPE skips random merges in every call
         settings["model"]["dropout"] = None
     library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
     settings = json.loads(library.to_str())  # now contains every setting
     vocab = library.get_vocab()  # {token: id}
-    if len(set(vocab.values())) < len(vocab):  # the id would decode to only one of the tokens
+    if len(set(vocab.values())) < len(vocab):  # a shared id decodes to only one of its tokens
         raise ValueError("two tokens have the same id")
     names = [name for name in ([end_name] if end_name else END_NAMES) if name in vocab]
     if not names:
@@ -220,7 +232,7 @@ def read_tokenizer_json(source):
     if unknown == end:
         if model["type"] != "BPE":
             raise ValueError(f"{names[0]} is also the unknown token")
-        unknown = None  # `encoder` renames end_of_text, so BPE raises an error at unknown text
+        unknown = None  # `encoder` renames end_of_text, so BPE raises an error for unknown text
     if omits_text(settings, vocab):
         print0("note: the tokenizer omits text that its vocabulary lacks")
     crc = zlib.crc32(repr((token_bytes, end)).encode())
@@ -230,7 +242,11 @@ def read_tokenizer_json(source):
 
 
 def bytes_of(token, is_byte_level):
-    """Returns the bytes of a token of a byte-level vocabulary, or of SentencePiece or WordPiece."""
+    """Returns the bytes of a token in the vocabulary of a tokenizer.json.
+
+    is_byte_level: whether the token writes each byte as a character (BYTE_OF). Otherwise, the token
+    follows the rules of SentencePiece or WordPiece.
+    """
     if is_byte_level:
         if BYTE_OF.keys() >= set(token):
             return bytes(map(BYTE_OF.get, token))
@@ -241,7 +257,10 @@ def bytes_of(token, is_byte_level):
 
 
 def splits_like_gpt2(settings):
-    """Returns whether a tokenizer.json splits a text as GPT-2 does, and does not change it."""
+    """Returns whether a tokenizer splits a text as GPT-2 does, without changing the text.
+
+    settings: the contents of its tokenizer.json.
+    """
     split = settings["pre_tokenizer"] or {}
     if settings["normalizer"] or split.get("type") != "ByteLevel" or split["add_prefix_space"]:
         return False
@@ -250,9 +269,10 @@ def splits_like_gpt2(settings):
 
 
 def omits_text(settings, vocab):
-    """Returns whether a tokenizer omits text that its vocabulary, {token: id}, lacks.
+    """Returns whether a tokenizer omits text that its vocabulary lacks.
 
     Only a BPE without an unknown token omits text, unless its vocabulary contains every byte.
+    settings: the contents of its tokenizer.json. vocab: {token: id}.
     """
     model = settings["model"]
     if model["type"] != "BPE" or model["unk_token"] is not None:
@@ -264,10 +284,10 @@ def omits_text(settings, vocab):
 
 
 def make_encoder(library, new_names):
-    """Returns a tokenizers.Tokenizer with the same ids, but with new names of some tokens.
+    """Returns a tokenizers.Tokenizer with the same ids, in which some tokens have new names.
 
-    A text that contains the old name is encoded as ordinary text, even by Unigram, which would
-    otherwise find the old name in its vocabulary. new_names: {old name: new name}.
+    It encodes a text that contains an old name as ordinary text. Without the new name, Unigram
+    would find the old name in its vocabulary. new_names: {old name: new name}.
     """
     settings = json.loads(library.to_str())
     model = settings["model"]
@@ -282,7 +302,7 @@ def make_encoder(library, new_names):
         if token["content"] in new_names:
             token.update(content=new_names[token["content"]], special=True)
     encoder = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
-    encoder.encode_special_tokens = True  # special tokens in a text are ordinary text, too
+    encoder.encode_special_tokens = True  # encodes special tokens in a text as ordinary text
     return encoder
 
 
@@ -299,17 +319,17 @@ def load_tokenizer(place, end_of_text=None):
                 f"--end_of_text: {place} has its own end-of-text token; remove this flag"
             )
         return known
-    # Errors of the network and of `tokenizers` have no common class.
+    # Errors of the network and of the package tokenizers have no common class.
     with explaining(f"--tokenizer {place}: not usable", "give another tokenizer, or --end_of_text"):
         settings = read_settings(str(place), end_of_text)
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))
 
 
 def read_settings(place, end_of_text=None):
-    """Returns the contents of a tokenizer.json. Raises errors of many kinds.
+    """Returns the contents of a tokenizer.json, as a dict. Raises exceptions of many kinds.
 
-    The arguments are as in load_tokenizer. If there is no end_of_text, returns the name that an
-    export stores in tokenizer_config.json.
+    The key "end_of_text" contains the argument end_of_text, or if it is None, the name that
+    export.py has stored in tokenizer_config.json. The arguments are as in load_tokenizer.
     """
     path = Path(place)
     if not path.exists() and path.suffix != ".json" and place.count("/") < 2:
@@ -330,9 +350,9 @@ def read_settings(place, end_of_text=None):
 
 
 def convert_older_files(path):
-    """Returns the contents of a tokenizer.json for vocab.json, merges.txt and added_tokens.json.
+    """Converts vocab.json, merges.txt and added_tokens.json. Returns a tokenizer.json, as a dict.
 
-    path: the path of vocab.json; the other files are beside it.
+    path: the path of vocab.json. The other two files are in the same directory.
     """
     vocab = json.loads(path.read_text("utf-8"))
     ends = [name for name in END_NAMES if name in vocab]
@@ -347,10 +367,10 @@ def convert_older_files(path):
 
 
 def build_byte_level(vocab, merges, special):
-    """Returns a byte-level BPE that splits text as GPT-2 does, as an object of `tokenizers`.
+    """Returns a byte-level BPE of the package tokenizers that splits text as GPT-2 does.
 
-    vocab: {token: id}. merges: pairs of tokens. Both may also be paths of files. special: names of
-    special tokens.
+    vocab: {token: id}. merges: pairs of tokens. Instead of these values, both may be paths of
+    files. special: names of special tokens.
     """
     library = require("tokenizers").ByteLevelBPETokenizer(vocab, merges)
     library.add_special_tokens(special)
@@ -358,14 +378,15 @@ def build_byte_level(vocab, merges, special):
 
 
 def clean_text(text):
-    """Replaces each lone surrogate with U+FFFD, as tiktoken does -> text.
+    """Returns the text, with U+FFFD in place of each lone surrogate, as in tiktoken.
 
-    Raises UserError if many consecutive spaces would overflow the stack of tiktoken's regex.
+    Raises UserError if the text contains LONG_SPACE consecutive whitespace characters, because they
+    could overflow the stack of tiktoken's regular expression.
     """
-    # With (?<!\s), a match can begin only at the first of several spaces. Otherwise, the search
-    # could need quadratic time.
+    # With (?<!\s), a match can begin only at the first of several whitespace characters. Otherwise,
+    # the search could need quadratic time.
     if len(text) >= LONG_SPACE and re.search(rf"(?<!\s)\s{{{LONG_SPACE}}}", text):
-        raise UserError(f"{LONG_SPACE:,} or more white spaces in a row; remove some of them")
+        raise UserError(f"{LONG_SPACE:,} or more consecutive whitespace characters; remove some")
     if not text.isascii():
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text

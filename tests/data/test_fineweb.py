@@ -306,7 +306,7 @@ BAD = [
     (b'{"text": null}', "not a string"),
     (b'{"text": "\xff\xfe"}', "'utf-8' codec can't"),
     (b"[" * 100_000, "not JSON"),
-    (b'{"text": "' + b" " * 600_000 + b'"}', "white spaces in a row"),
+    (b'{"text": "' + b" " * 600_000 + b'"}', "consecutive whitespace characters"),
 ]
 
 

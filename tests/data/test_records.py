@@ -133,7 +133,7 @@ def test_a_directory_means_its_files_of_known_formats(tmp_path):
         (tmp_path / name).touch()
     (tmp_path / "inside.txt").mkdir()
     assert [path.name for path in find_files([str(tmp_path)])] == names
-    with pytest.raises(UserError, match="no such file; give files, a glob or a directory"):
+    with pytest.raises(UserError, match="no such file; give files, a glob pattern or a directory"):
         find_files([str(tmp_path / "inside.txt")])
 
 

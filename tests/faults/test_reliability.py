@@ -994,7 +994,7 @@ CASES = {
     "fineweb.py": [
         (
             "--input missing.txt",
-            "missing.txt: no such file; give files, a glob or a directory of files",
+            "missing.txt: no such file; give files, a glob pattern or a directory",
         ),
         ("--input evil.pt", "evil.pt: unknown format; fineweb.py --help"),
         ("--input utf16.txt", "utf16.txt: is UTF-16; convert it to UTF-8"),
