@@ -1,4 +1,4 @@
-"""Writes checkpoints. Finds, checks and reads checkpoints of our runs and of other trainers."""
+"""Writes checkpoints. Finds, checks and reads checkpoints, including nanoGPT's."""
 
 import math
 import pickle
@@ -18,7 +18,7 @@ from plaingpt.tokenizer import get_tokenizer
 import torch
 
 NOT_READABLE = "not a readable checkpoint"
-# These are the files that a run or an export contains.
+# Glob patterns of the files that a run or an export contains.
 MODEL_FILES = (
     "*.pt",
     "log.txt",
@@ -44,8 +44,8 @@ def make_whole_gpt(GPT, config, activation_checkpointing=False):
 def check_tied(weights, config, GPT):
     """Raises ValueError if weights that a GPT ties, such as embedding and head, are different.
 
-    load_state_dict would keep only one of these weights. weights: a state dict. config: GPTConfig.
-    GPT: the class of the model.
+    load_state_dict would silently keep only one of these weights. weights: a state dict. config:
+    the GPTConfig. GPT: the class of the model.
     """
     first_names = {}  # {parameter: its first name}
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
@@ -55,12 +55,12 @@ def check_tied(weights, config, GPT):
 
 
 def convert_nanogpt(found, GPT):
-    """Converts the dict in a checkpoint of nanoGPT or build-nanogpt to a dict in our format.
+    """Converts the dict in a checkpoint of nanoGPT or build-nanogpt to the format of `save`.
 
     Raises ValueError unless the token ids are GPT-2's. If the vocabulary is padded to 50,304 ids,
-    removes the unused ids.
+    removes the unused ids. GPT: the class of the model.
     """
-    # nanoGPT stores the settings of a model in a dict, build-nanogpt in a GPTConfig.
+    # nanoGPT stores the settings of a model in a dict. build-nanogpt stores them in a GPTConfig.
     settings = found.get("model_args")
     if not settings:
         settings = getattr(found.get("config"), "__dict__", {})
@@ -75,13 +75,14 @@ def convert_nanogpt(found, GPT):
     )
     given = {}
     for name, tensor in found["model"].items():
-        # torch.compile adds the prefix _orig_mod, and DDP adds the prefix module, in any order.
+        # torch.compile adds the prefix _orig_mod, and DDP adds the prefix module. A name may have
+        # both, in either order.
         given[re.sub(r"^((_orig_mod|module)\.)+", "", name)] = tensor
     weights = {}
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
         if name in given:
             weights[name] = given[name].float()[: len(p)]
-        elif name.endswith(".bias"):  # nanoGPT's bias=False omits biases
+        elif name.endswith(".bias"):  # a model of nanoGPT with bias=False has no biases
             weights[name] = torch.zeros(p.shape)
     check_weights(weights, config, GPT)
     check_tied(weights, config, GPT)
@@ -89,7 +90,7 @@ def convert_nanogpt(found, GPT):
 
 
 def load_checkpoint(path, GPT, remedy="give another checkpoint"):
-    """Loads the dict of a checkpoint, in the format of `save` in train_gpt2.py, on the CPU.
+    """Loads a checkpoint. Returns its dict, as `save` in train_gpt2.py describes it, on the CPU.
 
     All processes must call this function. Only rank 0 computes the checksums. GPT: the class of the
     model. remedy: what the user can do if the file is damaged, or if another program wrote it.
@@ -112,20 +113,21 @@ def load_checkpoint(path, GPT, remedy="give another checkpoint"):
 
 
 def check_weights(weights, config, GPT):
-    """Raises RuntimeError unless a state dict has the names and shapes of a GPT of this GPTConfig.
+    """Raises RuntimeError unless a state dict fits a GPT with this GPTConfig.
 
-    GPT: the class of the model.
+    The names and shapes of the weights must be the same. GPT: the class of the model.
     """
-    # assign=True changes the metadata of a state dict, so that a later load_state_dict of the same
-    # dict would assign the weights, too, and untie tied weights. A plain dict has no metadata.
+    # load_state_dict with assign=True stores this option in the metadata of a state dict. A later
+    # load_state_dict of the same dict would then also assign the weights, and so untie tied
+    # weights. A plain dict has no metadata.
     make_whole_gpt(GPT, config).load_state_dict(dict(weights), assign=True)
 
 
 def check_checksums(path, remedy):
-    """Raises UserError if a checksum is wrong. A checkpoint is a zip file with checksums.
+    """Raises UserError if a checksum in a checkpoint, which is a zip file, is wrong.
 
-    torch.load does not compare the checksums: if a bit had changed on the disk, it would load wrong
-    weights.
+    torch.load does not compare the checksums. If a bit had changed on the disk, torch.load would
+    load wrong weights.
     """
     with reading(path, remedy, NOT_READABLE), zipfile.ZipFile(path) as archive:
         damaged = archive.testzip()  # the first damaged file in the archive, or None
@@ -134,7 +136,7 @@ def check_checksums(path, remedy):
 
 
 def map_file(path):
-    """Reads a file of torch.save. mmap lets all processes on a machine share the memory.
+    """Reads a file of torch.save with mmap, so all processes on a machine share its memory.
 
     Raises exceptions of many kinds if the file is damaged.
     """
@@ -143,7 +145,7 @@ def map_file(path):
 
 
 def load_file(file, device, **options):
-    """Calls torch.load for a path or an open file, without running code that the file contains.
+    """Calls torch.load so that it runs no code from the file. file: a path or an open file.
 
     Raises ValueError if the file contains a value of a type that torch.load refuses.
     """
@@ -167,7 +169,7 @@ def write_checkpoint(path, state):
     with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # PyTorch raises this while it handles an OSError
+        except RuntimeError as error:  # PyTorch raises a RuntimeError while it handles an OSError
             raise (error.__context__ or error) from None
         file.flush()
         with explaining(what, remedy, ValueError), open(file.name, "rb") as written:
@@ -175,7 +177,7 @@ def write_checkpoint(path, state):
 
 
 def read_best_val(directory):
-    """Returns the validation loss of model_best.pt in a run directory, or inf if there is no file.
+    """Returns the validation loss of model_best.pt in a run directory, or inf without this file.
 
     log.txt may contain a lower loss, if an earlier part of the run did not use --keep_best.
     """
@@ -187,7 +189,7 @@ def read_best_val(directory):
 
 
 def find_checkpoints(directory):
-    """Lists the checkpoints of a run directory, oldest first, except model_best.pt."""
+    """Returns the paths of a run's checkpoints, except model_best.pt. The oldest comes first."""
     paths = [path for path in Path(directory).glob("model_*.pt") if step_of(path) is not None]
     return sorted(paths, key=step_of)
 
@@ -199,9 +201,10 @@ def step_of(path):
 
 
 def list_model_files(source):
-    """Lists files that no output may replace: a checkpoint, and the rest of its run or export.
+    """Returns the paths of files that no output may replace: all files of a run or an export.
 
-    source: from find_newest_model, or a name on the Hugging Face Hub. Returns [] for such a name.
+    source: the path of a checkpoint, a run or an export, or a name on the Hugging Face Hub. For
+    such a name, returns [].
     """
     path = Path(source)
     if not path.exists():
@@ -214,7 +217,10 @@ def list_model_files(source):
 
 
 def load_newest(directory, GPT):
-    """Loads the newest checkpoint of a run directory, or returns None."""
+    """Returns the dict of the newest checkpoint in a run directory, or None without a checkpoint.
+
+    All processes must call this function. GPT: the class of the model.
+    """
     paths = find_checkpoints(directory)
     check_equal(paths, "the processes have different checkpoints; use the same --log_dir for all")
     if not paths:
@@ -234,7 +240,10 @@ def load_newest(directory, GPT):
 
 
 def unpack(checkpoint, GPT):
-    """Unpacks the dict of a checkpoint -> (GPTConfig without dropout, state dict, Tokenizer)."""
+    """Returns (GPTConfig, state dict, Tokenizer) from the dict of a checkpoint.
+
+    The GPTConfig has a dropout of 0. GPT: the class of the model.
+    """
     config = replace(GPT.config_class(**checkpoint["model_config"]), dropout=0.0)
     return config, checkpoint["model"], get_tokenizer(checkpoint["tokenizer"])
 
@@ -242,9 +251,9 @@ def unpack(checkpoint, GPT):
 def find_newest_model(place=None):
     """Returns the path of the newest checkpoint. Raises UserError if there is none.
 
-    place: a checkpoint, a run directory, a directory of runs, or an export. The default is log.
-    Returns a checkpoint or an export unchanged. If place is a run directory, skips the old runs in
-    its subdirectories old-1, old-2 and so on.
+    place: the path of a checkpoint, a run directory, a directory of runs, or an export. The default
+    is log. The path of a checkpoint or an export is returned unchanged. If place is a run
+    directory, skips the old runs in its subdirectories old-1, old-2 and so on.
     """
     place = Path(place or "log")
     if place.is_file() or (place / "config.json").is_file():

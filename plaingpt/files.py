@@ -1,7 +1,7 @@
 """Files: atomic replacement, locks on directories, JSON, and checks of output paths.
 
-Also reads the files of a run. log.txt contains a line "{step} {name} {value}" for each logged
-value.
+This file also reads the files of a run. log.txt contains a line "{step} {stream} {value}" for each
+logged value. The stream is the name of the value, such as train or lr.
 """
 
 import contextlib
@@ -16,26 +16,27 @@ from pathlib import Path
 from plaingpt.errors import UserError, explaining
 from plaingpt.terminal import print0
 
-# checksum_of_places reads PLACE bytes at each of at most N_PLACES places in a file.
+# checksum_of_places reads at most N_PLACES places in a file. A place has PLACE bytes.
 PLACE = 2**16
 N_PLACES = 64
-POINTER = b"version https://git-lfs.github.com/"  # the first bytes of a pointer of Git LFS
-# A line of log.txt contains step, stream, value.
+POINTER = b"version https://git-lfs.github.com/"  # the first bytes of a Git LFS pointer
+# A line of log.txt: step, stream, value.
 LINE = re.compile(r"^(\d{1,15}) (\S+) ([-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan))\n", re.M)
 
 
 def writing(path, remedy="choose another place, or free some space"):
-    """Context manager: turns an OSError while writing `path` into a UserError with `remedy`."""
+    """Context manager that turns an OSError while writing `path` into a UserError."""
     return explaining(f"{path}: cannot write", remedy, OSError)
 
 
 @contextlib.contextmanager
 def reading(path, remedy="correct it", what="is damaged"):
-    """Context manager: turns an exception while reading `path` into a UserError with `remedy`.
+    """Context manager that turns an exception while reading `path` into a UserError.
 
-    If the operating system cannot open the file, the file may be valid, so the UserError contains a
-    different remedy. Possible causes are a missing permission, too many open files, or a file name
-    that is not UTF-8, which PyTorch cannot encode.
+    The UserError contains `what` and `remedy`. But if the operating system cannot open the file,
+    the file may be valid, so the UserError contains a different remedy. Possible causes are a
+    missing permission, too many open files, or a file name that is not UTF-8, which PyTorch cannot
+    encode.
 
     The block must contain only the code that reads the file. A user or another program may have
     written the file, and the libraries that read it raise exceptions of many kinds. All other code
@@ -50,7 +51,7 @@ def reading(path, remedy="correct it", what="is damaged"):
 
 
 def check_pointer(path):
-    """Raises UserError if Git LFS has not yet replaced its pointer, a small file, with the file."""
+    """Raises UserError if a file is still a Git LFS pointer, a small file in place of the data."""
     path = Path(path)
     if path.stat().st_size < 1024 and path.read_bytes().startswith(POINTER):
         raise UserError(f"{path}: is a pointer of Git LFS instead of the file; run git lfs pull")
@@ -58,7 +59,10 @@ def check_pointer(path):
 
 @contextlib.contextmanager
 def replacing(path):
-    """Yields a new binary file, which replaces `path` after the block, or is deleted on failure."""
+    """Context manager that yields a new binary file. After the block, this file replaces `path`.
+
+    If the block raises an exception, the new file is deleted, and `path` stays as it is.
+    """
     # This name is unique, and it is short even if the name of `path` is long.
     temporary = Path(path).with_name(f"{uuid.uuid4().hex}.tmp")
     try:
@@ -74,8 +78,8 @@ def replacing(path):
 def open_output(path):
     """Opens an output file for writing bytes, in a `with` block. path: the value of a flag.
 
-    If `path` is a symbolic link, replaces the file to which it points. If `path` is a device, such
-    as /dev/stdout, writes to it directly.
+    After the block, the new file replaces `path`, or the file to which the symbolic link `path`
+    points. If `path` is a device, such as /dev/stdout, the bytes are written to it directly.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -86,11 +90,11 @@ def open_output(path):
 def lock(directory, flag, remedy="wait for it"):
     """Locks the file .lock in a directory until the returned file descriptor is closed.
 
-    Raises UserError if another process holds the lock. flag, remedy: words for this error.
+    Raises UserError if another process holds the lock. flag, remedy: parts of the error message.
     """
     # On NFS and Lustre, other machines see the lock of a file that is open for writing, but not the
-    # lock of a directory (Linux, nfs_dir_operations in fs/nfs/dir.c, has no flock). The file stays:
-    # if a process deleted the file, two processes could lock two different files of this name.
+    # lock of a directory (Linux, nfs_dir_operations in fs/nfs/dir.c, has no flock). No process
+    # deletes the file .lock. Otherwise, two processes could lock two different files of this name.
     descriptor = os.open(Path(directory, ".lock"), os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         import fcntl
@@ -112,11 +116,11 @@ def delete_temporary_files(directory):
 
 
 def check_output(flag, path, inputs=()):
-    """Raises UserError if a program cannot write an output file, or also reads this file.
+    """Raises UserError if a program cannot write its output file, or if this file is also an input.
 
     A program calls this function at its start. flag: the flag that names the output file. path: the
-    output file, or None. inputs: paths of the input files; None in this list is ignored. A
-    directory means all files that it contains at this time.
+    path of the output file, or None. inputs: the paths of the input files. A directory means all
+    files that it contains at this time. None and "" are ignored.
     """
     if not path:
         return
@@ -126,21 +130,24 @@ def check_output(flag, path, inputs=()):
             if each and Path(each).resolve() in (output, *output.parents):
                 raise UserError(f"{flag} {path}: is also an input; give another file")
     is_device = os.path.exists(path) and not os.path.isfile(path)  # such as /dev/stdout
-    # The slash at the end requires that the parent is a directory.
+    # With a slash at its end, os.access accepts the path only if the parent is a directory.
     must_allow = path if is_device else os.path.join(output.parent, "")
     if output.is_dir() or not os.access(must_allow, os.W_OK):
         raise UserError(f"{flag} {path}: cannot write there; give a file in a writable directory")
 
 
 def write_json(path, value):
-    """Writes a value as JSON, with null for NaN and infinity. path: as in open_output."""
+    """Writes a value as JSON, with null for NaN and infinity.
+
+    path: as in open_output. Raises UserError if the file cannot be written.
+    """
     text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     with writing(path), open_output(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))  # the value may contain invalid UTF-8
 
 
 def finite(value):
-    """Returns the value with None instead of each NaN and infinity, which JSON cannot express."""
+    """Returns the value with None in place of each NaN or infinity, which JSON cannot express."""
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -149,7 +156,10 @@ def finite(value):
 
 
 def read_json(path):
-    """Reads a JSON file that contains an object -> dict. Returns {} if the file does not exist."""
+    """Returns the object in a JSON file, as a dict, or {} if the file does not exist.
+
+    Raises UserError if the file is damaged, or if it does not contain an object.
+    """
     with reading(path, "restore it"):
         value = json.loads(path.read_text("utf-8")) if path.exists() else {}
         if not isinstance(value, dict):
@@ -162,8 +172,8 @@ def checksum_of_places(paths):
 
     A place is a block of 64 KiB. The places are evenly spaced from the start to the end of a file.
     In a file of up to 4 MiB, they cover all bytes. In a larger file, the checksum takes almost no
-    time, but misses an edit between two places that does not change the file's size. Raises
-    OSError.
+    time, but misses an edit between two places that does not change the file's size. Raises OSError
+    if a file cannot be read.
     """
     crc = 0
     for path in paths:
@@ -182,16 +192,16 @@ def format_log(step, stream, text):
 
 
 def read_log(path):
-    """Reads log.txt -> [(step, stream, value as a string)]. Ignores an incomplete last line.
+    """Returns the lines of log.txt: [(step, stream, value as a string)].
 
-    Returns [] if the file does not exist.
+    Ignores an incomplete last line. Returns [] if the file does not exist.
     """
     text = path.read_text("utf-8", "replace") if path.is_file() else ""
     return [(int(step), stream, value) for step, stream, value in LINE.findall(text)]
 
 
 def read_streams(path):
-    """Reads log.txt -> {stream: {step: value}}. Returns {} if the file does not exist."""
+    """Returns the values in log.txt: {stream: {step: value}}, or {} if the file does not exist."""
     streams = {}
     for step, stream, value in read_log(path):
         streams.setdefault(stream, {})[step] = float(value)
@@ -199,7 +209,7 @@ def read_streams(path):
 
 
 def read_facts(path):
-    """Reads run.json -> dict.
+    """Returns the contents of run.json, as a dict.
 
     The fields train_config, model_config and fingerprints are always dicts. They are empty if the
     file does not exist, as in a run of build-nanogpt.

@@ -51,8 +51,8 @@ class RunLog:
     All processes must create a RunLog. Rank 0 then locks the run directory, moves an old run aside,
     and opens log.txt. RunLog is a context manager, which closes log.txt and unlocks the directory.
 
-    flags: {name: value} of the flags on the command line. training: a Training. step: where the run
-    starts. The attribute `metrics` is {name: last value}.
+    flags: {name: value} of the flags on the command line. training: a Training. data: a Data. step:
+    the step at which the run starts. The attribute `metrics` is {name: last value}.
     """
 
     def __init__(self, flags, training, data, step):
@@ -66,14 +66,15 @@ class RunLog:
         self.file = None  # log.txt, on rank 0
         self.trackers = []  # TensorBoard and Weights & Biases, on rank 0
         self.stack = contextlib.ExitStack()  # closes the files and unlocks the directory
-        # After an error before the `with` block, a notebook may start the next run.
+        # If an error occurs before the `with` block, this closes the files and unlocks the
+        # directory, so that a notebook can start the next run.
         weakref.finalize(self, self.stack.close)
         self.seconds_per_token = deque(maxlen=10)  # in the last ten steps
         self.n_skipped = 0  # steps with a non-finite gradient
         self.n_skipped_in_row = 0
         self.n_rises = 0  # how many times in a row the validation loss has risen
         on_rank0(self.open, training.gpt_config, step)
-        if step < self.config.max_steps:  # otherwise, the user has resumed a finished run
+        if step < self.config.max_steps:  # a finished run that is resumed keeps its run.json
             on_rank0(write_facts, training, flags, data)
 
     def open(self, gpt_config, step):
@@ -91,7 +92,7 @@ class RunLog:
         check_newest(directory, config.resume, step)
         known = prepare_run_directory(directory, step)
         self.known = {(step, name) for name in known}
-        # Without a buffer, nothing remains to be written when the file is closed.
+        # Without a buffer, closing the file writes nothing, so it cannot fail on a full disk.
         self.file = self.stack.enter_context(open(directory / "log.txt", "ab", buffering=0))
         if config.tensorboard or config.wandb:
             from plaingpt.trackers import TensorBoard, WandB  # imported only when asked for
@@ -102,7 +103,7 @@ class RunLog:
                 self.trackers.append(WandB(directory, config, gpt_config))
             for tracker in self.trackers:
                 self.stack.callback(tracker.close)
-            # TensorBoard has removed the values of this step, so they are sent again.
+            # TensorBoard now hides the earlier values of this step, so they are sent again.
             self.publish(step, known)
 
     def __enter__(self):
@@ -137,11 +138,11 @@ class RunLog:
         data = lines.encode()
         with writing(self.file.name, "free some space, then continue with --resume"):
             while data:
-                data = data[self.file.write(data) :]  # on a full disk, write writes only a part
+                data = data[self.file.write(data) :]  # on a full disk, write may write only a part
         self.publish(step, new)
 
     def publish(self, step, values):
-        """Sends {name: number or HTML} to TensorBoard and Weights & Biases, if they are used."""
+        """Sends {name: number or HTML} to TensorBoard and Weights & Biases, if they are on."""
         for tracker in self.trackers:
             tracker.write(step, values)
 
@@ -182,7 +183,7 @@ class RunLog:
             )
 
     def seconds_to_go(self, step, n_tokens):
-        """Returns how many seconds the steps after `step` will take. n_tokens: tokens in `step`."""
+        """Estimates the time of all steps after `step`, in seconds. n_tokens: tokens in `step`."""
         total = self.config.total_batch_size
         steps_left = self.config.max_steps - step - 1
         # In the batch-size ramp-up, the number of tokens per step grows linearly to `total`.
@@ -197,7 +198,7 @@ class RunLog:
         self.write(step, **metrics)
         parts = [f"step {step}", f"val loss {val:.4f}", f"{metrics['bpb']:.4f} bits per byte"]
         for name, value in metrics.items():
-            if name not in ("val", "bpb"):  # of one data set in a mixture
+            if name not in ("val", "bpb"):  # for example val_code, of one data set in a mixture
                 parts.append(f"{name} {value:.4f}")
         print0(" | ".join(parts))
         if self.n_rises == 3:
@@ -219,7 +220,7 @@ class RunLog:
             self.publish(step, {f"sample {i}": f"<pre>{html.escape(text)}</pre>"})
 
     def write_end(self, step, is_complete):
-        """Prints how the run has ended. Writes to run.json how much GPU memory the run used.
+        """Prints how the run has ended. On a GPU, adds the used memory to run.json.
 
         is_complete: False if a signal or --max_minutes has stopped the run.
         """
@@ -239,10 +240,10 @@ class RunLog:
 
 
 def check_newest(directory, resume, step):
-    """Raises UserError if another process has saved a newer checkpoint than this process has read.
+    """Raises UserError if the newest checkpoint is not the one that this process has read.
 
-    resume: whether the run continues an earlier run. step: the step of the checkpoint that this
-    process has read, or 0.
+    Another process may have saved a newer checkpoint in the meantime. resume: whether the run
+    continues an earlier run. step: the step of the checkpoint that this process has read, or 0.
     """
     paths = find_checkpoints(directory)
     newest = step_of(paths[-1]) if paths else 0
@@ -256,9 +257,9 @@ def check_newest(directory, resume, step):
 def prepare_run_directory(directory, step):
     """Prepares a directory for a run that starts at `step`.
 
-    At step 0, moves an old run into a subdirectory. For a resumed run, removes from log.txt all
-    lines that the run will write again, but keeps the validation losses and the benchmark scores at
-    `step`. Returns these losses and scores: {name: value}.
+    At step 0, moves an old run into a subdirectory, and returns {}. For a resumed run, removes from
+    log.txt all lines that the run will write again, but keeps the validation losses and the
+    benchmark scores at `step`. Returns these losses and scores: {name: value}.
     """
     path = directory / "log.txt"
     lines = read_log(path) if step > 0 else []
@@ -273,17 +274,17 @@ def prepare_run_directory(directory, step):
                 if line_step == step:
                     known[name] = float(value)
                 file.write(format_log(line_step, name, value).encode())
-            # Moves files last. In a read-only directory, creating log.txt fails before any move.
+            # Moves files last, so in a read-only directory, creating log.txt fails before any move.
             if step == 0:
                 move_aside(directory)
     return known
 
 
 def move_aside(directory):
-    """Moves the files of an old run into directory/old-1, or old-2, ... Raises OSError.
+    """Moves the files of an old run into directory/old-1, or old-2 if old-1 exists, and so on.
 
-    The directory may be a separate volume, so the files stay inside it. If one move fails, all
-    files are moved back.
+    The directory may be a separate volume, so the files stay inside it. If a move fails, moves all
+    files back, and raises OSError.
     """
     old = []
     for name in RUN_FILES:
@@ -311,8 +312,8 @@ def move_aside(directory):
 def write_facts(training, flags, data):
     """Writes run.json and changes.patch, so that a user can repeat the run.
 
-    changes.patch contains the uncommitted changes of tracked files, if any. run.json lists the
-    names of untracked files. The arguments are as in RunLog.
+    changes.patch contains the uncommitted changes of tracked files; without such changes, there is
+    no such file. run.json lists the names of untracked files. The arguments are as in RunLog.
     """
     config, process = training.config, training.process
     commit, untracked, changes = read_git()

@@ -19,7 +19,8 @@ import torch
 
 # OpenAI's Conv1D stores these weights as (in, out), and nn.Linear as (out, in).
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-# GPT-2 uses these settings. A model with different settings would load, but compute wrong logits.
+# The GPT in model.py uses these settings. A Hugging Face model with different settings would load,
+# but compute wrong logits.
 GPT2 = dict(
     model_type="gpt2",
     activation_function="gelu_new",
@@ -33,22 +34,23 @@ OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the Huggin
 
 
 def read_gpt2(name, GPT):
-    """Reads a GPT-2 in the format of transformers -> (GPTConfig, state dict).
+    """Reads a GPT-2 in Hugging Face format. Returns (GPTConfig, state dict).
 
     name: a name on the Hugging Face Hub, such as "gpt2" or "gpt2-medium", or a directory. GPT: the
-    class of the model.
+    class of the model. Raises UserError if the weights cannot be loaded, or are not a GPT-2.
     """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()  # a download shows its own progress bar
     transformers.utils.logging.set_verbosity_error()
-    # Transformers and its file formats raise exceptions of many kinds.
+    # The package transformers and the libraries that it uses raise exceptions of many kinds.
     with explaining(f"{name}: transformers cannot load it", "use gpt2, an export, or a .pt file"):
         hf_config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         for key, value in GPT2.items():
             found = getattr(hf_config, key, None)
             if found != value:
                 raise ValueError(f"{key} is {found!r}, not {value!r}")
-        # Otherwise, transformers would print the shapes in a report, which is not shown here.
+        # Without ignore_mismatched_sizes, transformers would name wrong shapes only in its log
+        # messages, which set_verbosity_error has turned off.
         hf, info = transformers.GPT2LMHeadModel.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -73,10 +75,14 @@ def read_gpt2(name, GPT):
 
 
 def save_gpt2(model, directory, tokenizer, dtype=None):
-    """Writes a GPT and its Tokenizer in Hugging Face's format. Raises OSError.
+    """Writes a GPT and its Tokenizer into a directory, in Hugging Face format.
 
-    First compares the logits with the logits of transformers, because an edited model.py may no
-    longer compute GPT-2. dtype: dtype of the saved weights; None: the dtype of the model.
+    Before that, compares the logits of the GPT with the logits of Hugging Face's GPT-2, because an
+    edited model.py may compute different logits. dtype: dtype of the saved weights; None: the dtype
+    of the model.
+
+    Raises UserError if a package is missing, if the logits are different, or if a file cannot be
+    written. Raises OSError if the file mode of the weights cannot be changed.
     """
     transformers = require("transformers")
     transformers.utils.logging.disable_progress_bar()
@@ -84,7 +90,7 @@ def save_gpt2(model, directory, tokenizer, dtype=None):
     hf = transformers.GPT2LMHeadModel(make_hf_config(model.config, tokenizer))
     if not same_logits(model, hf):
         raise UserError(
-            "model.py no longer computes GPT-2 as transformers does; use generate.py instead"
+            "model.py no longer computes the logits of Hugging Face's GPT-2; use generate.py"
         )
     hf.generation_config.max_length = block_size  # transformers cannot slide the context window
     with explaining(f"{directory}: cannot write", "free some space"):
@@ -92,12 +98,14 @@ def save_gpt2(model, directory, tokenizer, dtype=None):
         # could remain next to the new files.
         hf.to(dtype).save_pretrained(directory, max_shard_size=2**40)
     save_tokenizer(tokenizer, directory, block_size)
-    for path in Path(directory).glob("*.safetensors"):  # so far, only the owner may read this file
+    # save_pretrained lets only the owner read the weights. Everyone who may read config.json may
+    # also read the weights.
+    for path in Path(directory).glob("*.safetensors"):
         path.chmod(Path(directory, "config.json").stat().st_mode)
 
 
 def make_hf_config(config, tokenizer):
-    """Returns the GPT2Config of transformers for a model with this GPTConfig and Tokenizer."""
+    """Returns Hugging Face's GPT2Config for a model with this GPTConfig and Tokenizer."""
     transformers = require("transformers")
     end = tokenizer.end_of_text
     return transformers.GPT2Config(
@@ -110,8 +118,9 @@ def make_hf_config(config, tokenizer):
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        # The pipelines of transformers put the prefix before a prompt, as generate.py does. With
-        # byte tokens, no token ends a text, but in pairs ("lines"), a line break ends the text.
+        # A pipeline of transformers puts the prefix before a prompt, and generate.py does the same.
+        # With byte tokens, no token ends a text, except in pairs ("lines"): there, a line break
+        # ends a text.
         bos_token_id=end,
         eos_token_id=None if tokenizer.source == "bytes" else end,
         prefix=tokenizer.decode([end]),
@@ -120,9 +129,9 @@ def make_hf_config(config, tokenizer):
 
 @torch.no_grad()
 def same_logits(model, hf):
-    """Loads the weights of a GPT into a GPT-2 of transformers, and compares the logits of both.
+    """Returns whether a GPT and Hugging Face's GPT-2 compute the same logits, except for rounding.
 
-    Returns whether the logits of both models are the same, except for rounding.
+    model: the GPT. hf: the GPT2LMHeadModel, into which this function loads the weights of the GPT.
     """
     try:
         hf.load_state_dict(transpose_conv1d(model.state_dict()))
@@ -137,10 +146,10 @@ def same_logits(model, hf):
 
 
 def save_tokenizer(tokenizer, directory, block_size):
-    """Writes a Tokenizer as two files. AutoTokenizer reads them in every version of transformers.
+    """Writes tokenizer.json and tokenizer_config.json, which AutoTokenizer of transformers reads.
 
-    Like the tokenizer of OpenAI's GPT-2, this tokenizer adds no token before a text. Only plainGPT
-    reads the key "end_of_text".
+    Like the tokenizer of OpenAI's GPT-2, the written tokenizer adds no token before a text. Only
+    plainGPT reads the key "end_of_text".
     """
     library = tokenizer.json or build_library(tokenizer.token_bytes, tokenizer.special)
     settings = json.loads(library.to_str())
@@ -159,7 +168,7 @@ def save_tokenizer(tokenizer, directory, block_size):
 
 
 def build_library(token_bytes, special):
-    """Returns "gpt2" or "bytes" as an object of `tokenizers`.
+    """Returns the tokenizer "gpt2" or "bytes" as an object of the package tokenizers.
 
     token_bytes: the bytes of each id. special: {name: id} of special tokens.
     """
@@ -171,7 +180,8 @@ def build_library(token_bytes, special):
     for token in token_bytes[: len(token_bytes) - len(special)]:  # special tokens come last
         names.append("".join(map(letters.get, token)))
         if len(token) > 1:
-            # With only the earlier tokens, BPE splits this token into the two tokens of its merge.
+            # The earlier tokens do not include this token, so BPE splits it into the two tokens of
+            # its merge.
             left, right = bpe_encode(ranks, token, visualise=None)
             merges.append((names[left], names[right]))
         ranks[token] = len(ranks)
@@ -180,7 +190,10 @@ def build_library(token_bytes, special):
 
 
 def transpose_conv1d(weights):
-    """Transposes the weights that Conv1D and nn.Linear store differently, in either direction."""
+    """Converts a state dict between the layouts of OpenAI's Conv1D and nn.Linear.
+
+    The conversion transposes the weights in CONV1D, so it is its own inverse.
+    """
     found = {}
     for name, tensor in weights.items():
         found[name] = tensor.t().contiguous() if name.endswith(CONV1D) else tensor
@@ -188,15 +201,15 @@ def transpose_conv1d(weights):
 
 
 def load_model(name, GPT):
-    """Loads weights -> (GPT in eval mode, Tokenizer). The arguments are as in read_weights."""
+    """Returns (GPT in eval mode, Tokenizer). The arguments are as in read_weights."""
     config, weights, tokenizer = read_weights(name, GPT)
-    model = GPT(config).eval()  # an edited model.py may have a dropout of its own
+    model = GPT(config).eval()  # config.dropout is 0, but an edited model.py may ignore it
     model.load_state_dict(weights)
     return model, tokenizer
 
 
 def read_weights(name, GPT):
-    """Reads weights -> (GPTConfig, state dict, Tokenizer).
+    """Reads weights. Returns (GPTConfig, state dict, Tokenizer).
 
     name: a checkpoint, a run directory, or the name or directory of a Hugging Face GPT-2. GPT: the
     class of the model.

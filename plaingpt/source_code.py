@@ -10,8 +10,8 @@ from plaingpt.errors import UserError, explaining, first_line
 from plaingpt.terminal import print0
 
 CLONE = Path(__file__).parents[1]
-# These options override the user's git settings. `git apply` could not read a patch with colors,
-# different prefixes, fewer context lines or the output of an external diff program.
+# These options override the user's git settings. With colors, different prefixes, fewer context
+# lines or an external diff program, `git apply` could not read the patch.
 DIFF = (
     "--binary",
     "--no-color",
@@ -24,18 +24,19 @@ DIFF = (
     "-O/dev/null",
     "--submodule=short",
 )
-# `git apply` must apply a patch unchanged. Without the first setting, git may reject or remove
-# white space at the end of a line.
+# `git apply` must not change a patch. Without the first setting, git may reject or remove
+# whitespace at the end of a line.
 SETTINGS = ("-c", "apply.whitespace=nowarn", "-c", "apply.ignoreWhitespace=no")
 # git must use the repository in the current directory. Without these options, git may use the
-# repository of a parent directory or of GIT_DIR, and refuses a repository that another user owns.
+# repository in a parent directory or in GIT_DIR, and refuses a repository that another user owns.
 PLACE = ("--git-dir=.git", "--work-tree=.")
 
 
 def run_git(*command, place=None, data=None):
-    """Runs a git command in a directory -> its output, as bytes. Raises UserError.
+    """Runs a git command in a directory. Returns its output, as bytes.
 
-    place: the directory; default: this clone. data: the input of the command, as bytes.
+    place: the directory; default: this clone. data: the input of the command, as bytes. Raises
+    UserError if the command fails.
     """
     # If a git hook of another repository runs this program, GIT_INDEX_FILE names the index of that
     # repository.
@@ -59,8 +60,8 @@ def diff_since(commit):
 def read_git():
     """Returns the state of this clone in git: (commit, names of untracked files, changes).
 
-    All three are empty if the directory is not a clone, or if git fails. If git fails, this
-    function prints a note.
+    changes: a patch, as bytes. All three are empty if the directory is not a clone, or if git
+    fails. If git fails, this function prints a note.
     """
     commit = b""
     untracked = b""
@@ -89,7 +90,8 @@ def hash_of_program():
         if not name.startswith(str(CLONE)):
             continue  # most modules belong to torch, and creating a Path for each takes 0.05 s
         file = Path(name)
-        # A virtual environment in the clone contains files of Python and of its packages.
+        # If a virtual environment is in the clone, the clone also contains Python's library and
+        # installed packages.
         is_foreign = library in file.parents or "site-packages" in file.parts
         if CLONE in file.parents and file.suffix == ".py" and not is_foreign:
             files.add(file)

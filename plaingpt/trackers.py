@@ -8,10 +8,10 @@ from plaingpt.files import writing
 
 
 class TensorBoard:
-    """Writes event files into the run directory.
+    """Writes TensorBoard's event files into the run directory.
 
-    step: where the run starts. Removes the values of this step and of all later steps, which an
-    earlier part of the run may have written.
+    step: the step at which the run starts. TensorBoard hides the values of this step and of all
+    later steps that an earlier part of the run has written.
     """
 
     def __init__(self, directory, step):
@@ -34,7 +34,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Sends values to a project of Weights & Biases. A resumed run continues its W&B run."""
+    """Sends values to a project of Weights & Biases. A resumed run continues the same W&B run."""
 
     def __init__(self, directory, config, gpt_config):
         self.wandb = require("wandb")
@@ -61,7 +61,7 @@ class WandB:
 
 
 def find_wandb_id(directory):
-    """Returns the id of the newest run of W&B in a run directory, or None."""
+    """Returns the id of the newest W&B run in a run directory, or None."""
     ids = []
     for path in directory.glob("wandb/*run-*"):
         # The id may contain dashes.
