@@ -1,1 +1,1 @@
-"""Experiments: copies, trains and compares two programs, and keeps a list of the verdicts."""
+"""Experiments: copies, trains and compares two programs, and stores a list of the verdicts."""

@@ -20,10 +20,12 @@ def changes_of_clone(commit):
 def make_copy(place, commit, changes=b"", files=()):
     """Copies a commit, then applies a patch and adds files to the copy.
 
-    place: path of the copy. changes: the patch. If the history contains the file version from which
-    the patch was made, git merges the patch with later changes of this file. files: paths of the
-    files to add, relative to the clone. A worktree has its own HEAD, so if the copy trains a run,
-    the run's changes.patch contains the changes.
+    place: path of the copy. changes: the patch, as bytes. If the history contains the version of a
+    file from which the patch was made, git merges the patch with later changes of this file. files:
+    paths of the files to add, relative to the clone. The copy is a worktree with its own HEAD, so
+    the changes.patch of a run that it trains contains the patch and the files.
+
+    Raises UserError if the patch does not apply.
     """
     shutil.rmtree(place, ignore_errors=True)
     run_git("worktree", "add", "--force", "--detach", place, commit)
@@ -32,7 +34,7 @@ def make_copy(place, commit, changes=b"", files=()):
             run_git("apply", "--3way", "-", place=place, data=changes)
         except UserError:
             run_git("reset", "--hard", place=place)
-            run_git("apply", "-", place=place, data=changes)  # an error names the line that differs
+            run_git("apply", "-", place=place, data=changes)  # its error names the line
     for file in files:
         (place / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(CLONE / file, place / file)

@@ -1,4 +1,4 @@
-"""Trains and scores the runs of two programs: the base, without the change, and the change."""
+"""Trains and scores the runs of two programs: the base, and the program with the change."""
 
 import hashlib
 import json
@@ -17,16 +17,17 @@ from plaingpt.terminal import print0
 
 from tqdm import tqdm
 
-LAB = (CLONE.resolve() / "log" / "experiments").resolve()  # log may be a link to a larger disk
+LAB = (CLONE.resolve() / "log" / "experiments").resolve()  # log may be a symbolic link
 VALIDATION = LAB / "validation.pt"
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume --log_dir".split()
-# The key of a program omits these fields of run.json: a field does not change the loss, or the key
-# contains it in a different form, such as the hash of the code or the fingerprint of the data.
+# The key of a program omits these fields of run.json. All runs of a program have the same key, so it
+# omits the seed. In place of data, flags and program, it contains the fingerprints of the data, the
+# settings and a hash of the code. The other fields do not change the loss.
 OTHER_FACTS = {*"seed data flags program git_commit untracked_files started gpu_memory_gb".split()}
 
 
 class Program(NamedTuple):
-    """The base or the change: a copy of the code, and flags."""
+    """One of the two programs that an experiment compares: a copy of the code, and its flags."""
 
     name: str  # "base" or "change", which is also the name of the copy in LAB
     flags: list
@@ -35,15 +36,18 @@ class Program(NamedTuple):
     speed: float = 0.0  # FLOPs per second of a run; 0 if unknown
 
     def place(self, seed):
-        """Returns the directory of the run with this seed. Later experiments reuse the run."""
+        """Returns the directory of the run with this seed. A later experiment may reuse the run."""
         return LAB / "runs" / f"{self.key}-{seed}"
 
     def score(self, seed):
-        """Returns the scores that score.py has written, {"loss", "later"}; {} if there are none."""
+        """Returns the loss and the effect of later tokens, {"loss": ..., "later": ...}.
+
+        experiments/score.py has written these scores. Returns {} if the run has no scores yet.
+        """
         return read_json(self.place(seed) / "score.json")
 
     def set(self, **settings):
-        """Returns this program with new settings. The key changes only if a setting changes."""
+        """Returns this Program with new settings. The key changes only if a setting changes."""
         new = {name: value for name, value in settings.items() if self.facts[name] != value}
         flags = [text for name, value in new.items() for text in (f"--{name}", str(value))]
         key = hash_of([self.key, new]) if new else self.key
@@ -56,13 +60,16 @@ def hash_of(value):
 
 
 def count_weights(facts):
-    """Returns the number of weights in the matrices of a GPT with these settings."""
+    """Returns the number of weights in the matrices of a GPT. facts: as in Program."""
     C = facts["n_embd"]
     return 12 * facts["n_layer"] * C**2 + facts["vocab_size"] * C
 
 
 def count_flops(facts):
-    """Returns the FLOPs of a run: 6 per weight and token, plus the FLOPs of full attention."""
+    """Returns the FLOPs of a run: 6 per weight and token, plus the FLOPs of full attention.
+
+    facts: as in Program.
+    """
     attention = 12 * facts["n_layer"] * facts["n_embd"] * facts["block_size"]
     n_tokens = facts["max_steps"] * facts["total_batch_size"]
     return n_tokens * (6 * count_weights(facts) + attention)
@@ -71,8 +78,9 @@ def count_flops(facts):
 def train(jobs, at_once, may_fail=False):
     """Trains or resumes runs. Raises UserError if a run fails, unless may_fail is True.
 
-    jobs: a (Program, run directory, additional flags) for each run. at_once: how many runs to train
-    in parallel. After Ctrl-C, no further run starts, and the current runs save a checkpoint.
+    jobs: a list with (Program, run directory, additional flags) for each run. at_once: how many
+    runs to train in parallel. After Ctrl-C, no further run starts, and the current runs save a
+    checkpoint.
     """
     n_gpus = count_gpus()
     processes = []
@@ -81,8 +89,8 @@ def train(jobs, at_once, may_fail=False):
         program, place, more = jobs[i]
         place.mkdir(parents=True, exist_ok=True)
         device = ["--device", f"cuda:{i % n_gpus}"] if n_gpus else []
-        # Python imports modules from the directory of the program. Therefore, `probe` has copied
-        # score.py into the copy.
+        # Python imports modules from the directory of the program that it runs. Therefore, `probe`
+        # has copied score.py into the copy, and score.py imports the model.py there.
         command = [sys.executable, LAB / program.name / "score.py", VALIDATION, *device]
         command += [*program.flags, *more, *QUIET, place]
         with open(place / "output.txt", "w") as output:
@@ -126,7 +134,8 @@ def probe(programs):
         start = Path(facts["init_from"] or "/nowhere")
         files = sorted(file for file in (start, *start.glob("*")) if file.is_file())
         key = hash_of([code["hash"], known, checksum_of_places([VALIDATION, *files])])
-        # The first step is slow, and is not counted. With torch.compile, it may be the only step.
+        # The first step is slow, so its speed is not used. With torch.compile, it may be the only
+        # step.
         tokens_per_second = [*read_streams(place / "log.txt")["tok_s"].values()][1:]
         n_tokens = facts["max_steps"] * facts["total_batch_size"]
         speed = max(tokens_per_second, default=0) * count_flops(facts) / n_tokens

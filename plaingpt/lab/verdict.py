@@ -29,7 +29,7 @@ def welch(base, changed):
 
 
 def compare_losses(base, changed, delta):
-    """Compares two groups of losses -> the facts of a verdict.
+    """Compares two lists of losses. Returns the facts of a verdict, as a dict.
 
     delta: differences in loss below this value do not matter.
     """
@@ -41,7 +41,8 @@ def compare_losses(base, changed, delta):
         reason = "the interval is on one side of 0"
     else:
         verdict = "undecided"
-        # If the difference stays the same, the interval decides once its half-width is this small.
+        # If the difference stays the same, the verdict is decided when half the width of the
+        # interval is at most `goal`.
         goal = max(abs(difference), delta - abs(difference))
         n = np.arange(len(changed) + 1, 1001)  # runs per program, if the variances stay the same
         error = np.sqrt((np.var(base, ddof=1) + np.var(changed, ddof=1)) / n)
@@ -54,18 +55,18 @@ def compare_losses(base, changed, delta):
 def worth(i, flops, losses, difference):
     """Returns the factor in compute with which the base would reach the loss of the change.
 
-    The factor 1.2 means 20 % more compute. i: index of the size. flops, losses: FLOPs and mean
-    losses of the base at each size. difference: the difference in loss at size i. The slope of the
-    loss over the logarithm of compute is estimated from the neighboring sizes. Returns None if the
-    loss does not fall with compute.
+    The factor 1.2 means 20 % more compute. i: index of the model size. flops, losses: FLOPs and
+    mean losses of the base at each size. difference: the loss of the change minus the loss of the
+    base, at size i. The slope of the loss over the logarithm of compute is estimated from the
+    neighboring sizes. Returns None if the loss does not fall with compute.
     """
-    n_ends = min(2, len(flops) - 1)  # how many neighbors determine the slope at either end
+    n_ends = min(2, len(flops) - 1)  # neighbors that determine the slope at the first and last size
     slope = np.gradient(losses, np.log(flops), edge_order=n_ends)[i]
     return math.exp(difference / slope) if slope < 0 else None
 
 
 def entry_as_line(entry):
-    """Returns an experiment of the ledger as one readable line."""
+    """Returns the text of one line that describes an experiment. entry: its dict in the ledger."""
     line = f"{entry['date']}  {entry['change']}: {entry['verdict']}; "
     if "difference" in entry:
         line += "confirmation with new seeds; " if entry.get("confirm") else ""
@@ -78,21 +79,26 @@ def entry_as_line(entry):
 
 
 def worth_as_text(entry):
-    """Returns a text: the change in compute that would change the loss as much as the idea."""
+    """Returns the worth of the change in compute, with its interval, as text. See `worth`."""
     if None in entry["worth"]:
         return "worth in compute is unknown: the loss of the base does not fall with the size"
     return "worth x{:.2f} [{:.2f}, {:.2f}] in compute".format(*entry["worth"])
 
 
 def discoveries_as_lines(entries):
-    """Returns readable lines: the changes whose verdict is better, with false discovery rates."""
+    """Returns lines of text: each change whose verdict is better, with a false discovery rate.
+
+    entries: the dicts of all experiments.
+    """
     tested = [entry for entry in entries if "p_value" in entry]
-    # A repeated change counts once, with the p-value of its confirmation, or else its last p-value.
+    # If a change was tested several times, it counts once, with the p-value of its confirmation, or
+    # without a confirmation with its last p-value.
     tested.sort(key=lambda entry: bool(entry.get("confirm")))
     ideas = list({tuple(entry["keys"]): entry for entry in tested}.values())
     if not any(entry["verdict"] in GOOD for entry in ideas):
         return []
-    # The method of Benjamini and Yekutieli is valid although all ideas share the runs of the base.
+    # All changes share the runs of the base, so their p-values are not independent. The method of
+    # Benjamini and Yekutieli does not need independence.
     p_values = [entry["p_value"] for entry in ideas]
     rates = require("scipy.stats").false_discovery_control(p_values, method="by")
     good = sorted((r, e["change"]) for r, e in zip(rates, ideas) if e["verdict"] in GOOD)
@@ -101,7 +107,7 @@ def discoveries_as_lines(entries):
 
 
 def read_ledgers(paths):
-    """Returns the experiments so far, as dicts. paths: ledgers; a ledger may not exist yet."""
+    """Returns the experiments in some ledgers, as dicts. paths: a file may not exist yet."""
     entries = []
     for path in filter(Path.exists, paths):
         with reading(path, "remove the line that is not JSON"):

@@ -1,4 +1,4 @@
-"""What the file of a benchmark, such as hellaswag.py, needs: Examples, and metrics of scores."""
+"""The parts of a benchmark, for files such as hellaswag.py: examples, records and metrics."""
 
 import itertools
 import math
@@ -13,20 +13,20 @@ import numpy as np
 
 @dataclass
 class Example:
-    """One question. Each context and each ending form a pair that receives a score.
+    """One question of a benchmark. Each pair of a context and an ending receives a score.
 
     The pairs are in this order: the first context with all endings, then the second context with
     all endings, and so on. Only core.py uses the fields kind and shots.
     """
 
     contexts: list[str]
-    endings: list[str]  # each includes the white space before it
+    endings: list[str]  # each ending includes the whitespace before it
     label: int = 0  # index of the right pair
-    # If a pair is longer than the model's context, it is scored in windows. The stride is the
-    # number of tokens that each window scores. Special values: 0 means that windows do not overlap,
-    # and inf means that only the last window is scored.
+    # If a pair is longer than the model's context, the model reads it in windows. The stride is the
+    # number of tokens that each window scores. The stride 0 means that windows do not overlap, and
+    # inf means that only the last window is scored.
     stride: float = math.inf
-    facts: dict = field(default_factory=dict)  # other values that report() needs or --json writes
+    facts: dict = field(default_factory=dict)  # more values for report() and for --json
     kind: str = ""  # kind of task
     shots: tuple = ()  # few-shot examples, as strings
 
@@ -40,8 +40,9 @@ def prompt_ids(example, tokenizer):
     Raises UserError if an ending has no ids.
     """
     for context in example.contexts:
-        # White space at the end of the context moves to the ending. The tokenizer encodes the
-        # context and the ending together. The ending has all ids after the ids of the context.
+        # The tokenizer encodes the context without the whitespace at its end, which yields n ids,
+        # and then the context and the ending together. Of these ids, all ids after the first n
+        # belong to the ending.
         ids = tokenizer.encode(context.rstrip())
         endings = [tokenizer.encode(context + ending)[len(ids) :] for ending in example.endings]
         for own, ending in zip(endings, example.endings):
@@ -64,7 +65,7 @@ def check_ending(ids, context, ending):
 
 @dataclass
 class Benchmark:
-    """A benchmark. The file NAME.py defines its benchmark as BENCHMARK."""
+    """A benchmark. The file NAME.py stores its benchmark in the variable BENCHMARK."""
 
     name: str
     doc: str  # text for --help
@@ -74,7 +75,7 @@ class Benchmark:
     report: Callable  # (examples, scores) -> {metric: value}
     figures: dict  # {metric: its meaning, and what to compare it with}
     logged: str  # the metric that a run logs
-    columns: tuple = ()  # the fields that `examples` reads; only these are decoded. (): all fields
+    columns: tuple = ()  # the fields of a record that `examples` reads; (): all fields
     proportions: tuple = ()  # the metrics to print with the standard error of a proportion
     options: tuple = ()  # dataclasses with the benchmark's own flags
     input_options: tuple = ()  # names of the flags in options that take input files or directories
@@ -84,7 +85,7 @@ class Benchmark:
 
 
 def split_by_example(examples, values):
-    """Splits an array (N) with a value for each pair -> a list with one array per example."""
+    """Splits an array (N) with a value for each pair. Returns a list with one array per example."""
     ends = np.cumsum([len(example) for example in examples])
     return np.split(values, ends[:-1])
 
@@ -92,7 +93,7 @@ def split_by_example(examples, values):
 def accuracy(examples, scores, lengths=1):
     """Returns the fraction of examples whose right pair has the highest log-likelihood / length.
 
-    lengths: (N), such as the bytes of the endings, or 1.
+    scores: the result of `score`. lengths: (N), such as the number of bytes of each ending, or 1.
     """
     likelihoods = split_by_example(examples, scores.log_likelihood / lengths)
     is_right = []
@@ -110,7 +111,10 @@ def perplexity(nats):
 
 
 def get_fields(record, **kinds):
-    """Returns the values of fields of a record. kinds: {field: its type}."""
+    """Returns the values of the fields in `kinds`, {field: its type}, as a list.
+
+    Raises UserError if a field of the record is missing, or has a different type.
+    """
     for name, kind in kinds.items():
         if not isinstance(record.get(name), kind):
             raise bad_record(record, f"field {name!r} is missing or has a wrong type")
@@ -118,9 +122,9 @@ def get_fields(record, **kinds):
 
 
 def choice(record, context, endings, label):
-    """Returns an Example with a space before each ending.
+    """Returns an Example with one context, and with a space before each ending.
 
-    label: index of the right ending, from 0.
+    label: index of the right ending, from 0. Raises UserError if there is no such ending.
     """
     if str(label) not in map(str, range(len(endings))):
         raise bad_record(record, f"label {label!r}: must be from 0 to {len(endings) - 1}")
@@ -128,12 +132,16 @@ def choice(record, context, endings, label):
 
 
 def bad_record(record, reason):
-    """Returns a UserError with the file and line of the record."""
+    """Returns a UserError that names the record, by its file and number, and the reason."""
     return UserError(f"{record['where']}: {reason}; the program's --help shows the format")
 
 
 def load_examples(benchmark, path=None, limit=0, **options):
-    """Loads Examples from a file or from Hugging Face's hub. Raises UserError."""
+    """Returns the Examples of a benchmark, from a file or from the Hugging Face Hub.
+
+    path: the file, or None for the hub. limit: the number of Examples to load; 0 means all.
+    options: the benchmark's own flags. Raises UserError if the data cannot be loaded.
+    """
     if benchmark.load:
         return benchmark.load(path, limit, **options)
     if not path and not benchmark.hub:

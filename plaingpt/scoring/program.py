@@ -1,4 +1,4 @@
-"""The program of a benchmark: reads the flags, scores a model, prints the metrics."""
+"""Runs a benchmark as a program: reads the flags, scores a model, and prints the metrics."""
 
 import math
 from dataclasses import dataclass, fields
@@ -19,7 +19,9 @@ from plaingpt.terminal import print_result
 @dataclass
 class EvalConfig:
     checkpoint: str | None = flag(None, "checkpoint or run directory [newest checkpoint in log/]")
-    model: str | None = flag(None, "or GPT-2 from Hugging Face: name or directory", either=True)
+    model: str | None = flag(
+        None, "instead of --checkpoint: name or directory of a Hugging Face GPT-2", either=True
+    )
     data: str | None = flag(
         None, ".jsonl, .csv, .parquet or text file [data set on Hugging Face's hub, if any]"
     )
@@ -33,9 +35,10 @@ class EvalConfig:
 
 
 def run_benchmark(benchmark, GPT, argv=None):
-    """Runs the program of a benchmark -> {metric: value}, the same on every process.
+    """Runs a benchmark as a program. Returns {metric: value}, the same on every process.
 
-    GPT: the class of model.py.
+    benchmark: a Benchmark. GPT: the class in model.py. argv: list of flags; default: the command
+    line.
     """
     given = parse_flags(benchmark.doc, EvalConfig, *benchmark.options, argv=argv)
     options = take_options(benchmark, given)
@@ -78,9 +81,10 @@ def run_benchmark(benchmark, GPT, argv=None):
 
 
 def take_options(benchmark, given):
-    """Removes the benchmark's own flags from `given`, and returns them: {name: value or default}.
+    """Removes the benchmark's own flags from `given`, and returns their values: {name: value}.
 
-    given: {name: value} of all flags on the command line.
+    A flag that is not in `given` has its default value. given: {name: value} of all flags on the
+    command line.
     """
     options = {}
     for kind in benchmark.options:
@@ -100,7 +104,7 @@ def print_figures(benchmark, figures, n_examples):
 
 
 def results_of_examples(examples, scores):
-    """Returns a dict for each example, with its label and the scores of its pairs, for JSON."""
+    """Returns a list with a dict for each example: its label, and the scores of its pairs."""
     results = [dict(label=example.label, **example.facts) for example in examples]
     for name, values in vars(scores).items():
         for result, own in zip(results, split_by_example(examples, values)):
@@ -109,5 +113,5 @@ def results_of_examples(examples, scores):
 
 
 def launch(benchmark, GPT):
-    """Runs a benchmark's file as a program. GPT: the class of model.py."""
+    """Runs a benchmark as a program. Prints a UserError as one line. GPT: as in run_benchmark."""
     run_program(lambda: run_benchmark(benchmark, GPT))

@@ -25,15 +25,15 @@ from plaingpt.tokenizer import clean_text, note_unknown
 import numpy as np
 import torch
 
-CHUNK = 256  # positions whose logits are in memory at a time: 50 MB in float32
-# Tokens per forward pass, by device. A CPU is faster with few tokens, because its caches are small.
+CHUNK = 256  # number of positions whose logits are in memory at a time; with GPT-2's ids, 50 MB
+# Tokens per forward pass. A CPU is faster with few tokens, because its caches are small.
 TOKENS = dict(cpu=2048, cuda=16384, mps=16384)
 # `forward` pads rows to a multiple of this many tokens, so that a GPU sees few different shapes.
 ROUND = dict(cpu=1, cuda=64, mps=64)
 
 
 class Row(NamedTuple):
-    """The ids of a context, and its endings.
+    """The ids of a context, and its endings, which the model reads in one row of a batch.
 
     An ending is (ids, index of its pair, whether these ids contain the last token of the pair).
     """
@@ -49,8 +49,8 @@ class Row(NamedTuple):
 def windows(context, ending, block_size, stride):
     """Splits a context and its ending into windows of at most block_size tokens.
 
-    Yields (context, piece of the ending, is_last). context, ending: lists of ids. stride: see
-    Example.
+    Yields (context, piece of the ending, is_last) for each window. is_last: whether the piece
+    contains the end of the ending. context, ending: lists of ids. stride: see Example.
     """
     ids = context + ending
     done = len(context)  # the ids before this index are context, or already have a score
@@ -66,9 +66,9 @@ def windows(context, ending, block_size, stride):
 
 
 def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
-    """Examples -> Rows for a model with this GPTConfig. Raises UserError if a stride is too long.
+    """Encodes Examples. Returns their Rows, for a model with this GPTConfig.
 
-    prompt_ids and spare: fields of the Benchmark.
+    prompt_ids, spare: fields of the Benchmark. Raises UserError if a stride is too long.
     """
     T = config.block_size - spare
     rows = []
@@ -86,7 +86,8 @@ def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
                 for before, piece, is_last in windows(context, ending, T, example.stride):
                     before = np.array(before, np.int32)
                     piece = np.array(piece, np.int32)
-                    # If endings have different lengths, truncation leaves different contexts.
+                    # If two endings have different lengths, truncation shortens their context
+                    # differently, so they cannot share a row.
                     can_share = has_one_window and len(own_rows) > 0
                     if not (can_share and np.array_equal(own_rows[-1].context, before)):
                         own_rows.append(Row(before, []))
@@ -106,9 +107,9 @@ def lay_out(rows, L):
     """Turns B Rows into two tensors: tokens (3, B, L), padded with 0, and scored (4, M).
 
     tokens contains the id, position and part of each token, as in the picture at the top of this
-    file. M is the number of tokens that receive a score. For each of them, scored contains the
-    index of the previous token in the flattened (B, L), the token's id, the index of its pair, and
-    1 if the token is the last token of its pair, otherwise 0.
+    file. M is the number of tokens that receive a score. For each of these tokens, scored contains
+    four numbers: the index of the previous token in the flattened (B, L), the token's id, the index
+    of its pair, and 1 if the token is the last token of its pair, otherwise 0.
     """
     tokens = np.zeros((3, len(rows), L), np.int64)
     scored = []
@@ -132,11 +133,12 @@ def lay_out(rows, L):
 
 
 def forward(model, rows, L, device):
-    """Runs the model on rows, padded to length L -> pair (M), values (4, M) of the M scored tokens.
+    """Runs the model on rows that are padded to length L. Returns arrays: pair (M), values (4, M).
 
-    pair contains the index of each token's pair. values contains four numbers per scored token: its
-    log-likelihood; a 1, which counts the token; whether it is the likeliest token; and whether it
-    is both the likeliest token and the last token of its pair.
+    M is the number of tokens that receive a score. pair contains the index of each token's pair.
+    values contains four numbers per token: its log-likelihood; a 1, which counts the token; whether
+    it is the likeliest token; and whether it is both the likeliest token and the last token of its
+    pair.
     """
     tokens, scored = lay_out(rows, L)
     idx, pos, part = tokens.to(device)  # (B, L) each
@@ -150,7 +152,7 @@ def forward(model, rows, L, device):
         mask = (in_context | in_same_part).tril()[:, None]  # (B, 1, L, L)
     x = model.hidden(idx, pos=pos, mask=mask).flatten(0, 1)[at]  # (B, L, C) -> (M, C)
     chunks = []
-    with torch.autocast(device.type, enabled=False):  # bfloat16 rounds a logit near 100 to 0.5
+    with torch.autocast(device.type, enabled=False):  # bfloat16 rounds 100.2 to 100
         for x_part, target_part in zip(x.float().split(CHUNK), target.split(CHUNK)):
             logits = model.logits(x_part)  # (CHUNK, C) -> (CHUNK, vocab_size)
             nats = torch.nn.functional.cross_entropy(logits, target_part, reduction="none")
@@ -162,16 +164,16 @@ def forward(model, rows, L, device):
 
 
 def rows_alone(rows):
-    """Returns new rows: each row contains a single ending of these rows, with its context."""
+    """Returns a Row for each ending in these rows. It contains this ending and its context."""
     return [Row(row.context, [ending]) for row in rows for ending in row.endings]
 
 
 def mixes_endings(model, rows, process):
-    """Returns whether an ending's log-likelihood changes if other endings are in the same row.
+    """Returns whether an ending's log-likelihood depends on the other endings in its row.
 
-    In GPT-2, attention follows `mask`, and the position embedding follows `pos`. A changed model.py
-    may ignore one of the two, or read the previous position, as a convolution does. This function
-    tests the row whose endings contain the most tokens.
+    In GPT-2, attention uses `mask`, and the position embedding uses `pos`, so the result is False.
+    A changed model.py may ignore one of these arguments, or read the previous position, as a
+    convolution does. This function tests the row whose endings contain the most tokens.
     """
     shared = [row for row in rows if len(row.endings) > 1]
     if not shared:
@@ -182,20 +184,20 @@ def mixes_endings(model, rows, process):
     _, together = forward(model, [row], L, process.device)  # (4, M)
     alone = [forward(model, [each], L, process.device)[1] for each in rows_alone([row])]
     difference = np.abs(together - np.concatenate(alone, axis=1))[0].mean()  # nats per token
-    # Rounding makes a difference of about 1e-6 in float32, and of 1e-3 in bfloat16.
+    # Rounding causes a difference of about 1e-6 in float32, and of 1e-3 in bfloat16.
     limit = 1e-3 if process.dtype == torch.float32 else 0.03
     return process.mean(dict(difference=torch.tensor(difference)))["difference"] > limit
 
 
 @torch.no_grad()
 def score(model, examples, rows, process, tokens_per_forward):
-    """Scores the N pairs of the examples -> named arrays (N), the same on every process.
+    """Scores the N pairs of the examples. Returns named arrays (N), the same on every process.
 
-    rows: as make_rows returns them. process: a Process. Raises Stopped after a signal.
+    rows: the result of make_rows. process: a Process. Raises Stopped after a signal.
     """
     sums = np.zeros((4, sum(map(len, examples))))  # log-likelihood, tokens, greedy, last greedy
     first = 0
-    # Enters this block only once, so that autocast converts the weights once.
+    # autocast keeps converted weights until its block ends, so all rows use the same block.
     with process.autocast, attention_for_many_shapes():
         if mixes_endings(model, rows, process):
             print0("note: model.py mixes endings that share a row, so each ending gets its own row")
@@ -225,7 +227,7 @@ def score(model, examples, rows, process, tokens_per_forward):
 
 
 def count_bytes(examples):
-    """Returns the number of bytes of the ending of each pair: (N)."""
+    """Returns the number of bytes of each pair's ending: (N)."""
     sizes = []
     for example in examples:
         of_endings = [len(clean_text(ending).encode()) for ending in example.endings]
