@@ -20,9 +20,9 @@ from tqdm import tqdm
 LAB = (CLONE.resolve() / "log" / "experiments").resolve()  # log may be a symbolic link
 VALIDATION = LAB / "validation.pt"
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume --log_dir".split()
-# The key of a program omits these fields of run.json. All runs of a program have the same key, so it
-# omits the seed. In place of data, flags and program, it contains the fingerprints of the data, the
-# settings and a hash of the code. The other fields do not change the loss.
+# The key of a program omits these fields of run.json. All runs of a program have the same key, so
+# it omits the seed. In place of data, flags and program, it contains the fingerprints of the data,
+# the settings and a hash of the code. The other fields do not change the loss.
 OTHER_FACTS = {*"seed data flags program git_commit untracked_files started gpu_memory_gb".split()}
 
 

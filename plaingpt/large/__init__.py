@@ -1,1 +1,1 @@
-"""What train_large.py needs: models that are split over processes. The core imports none of it."""
+"""Models that are split over processes. Only train_large.py imports these files."""

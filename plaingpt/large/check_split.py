@@ -1,7 +1,7 @@
-"""Checks, with a small GPT, that a split model.py computes what the whole model.py computes.
+"""Checks that the parts of a split GPT compute what the whole GPT computes.
 
-A reader may have edited model.py. Each check compares the training loss of a small GPT with the
-loss of its parts, before the real model is split.
+This may be false if a user has edited model.py. Before train_large.py splits the real model, each
+check compares the training loss of a small GPT with the loss of its parts.
 """
 
 import copy
@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-SMALL_FAILS = "a small test GPT of this model.py fails"  # it may work for only one size
+# An edited model.py may work for only one model size.
+SMALL_FAILS = "a small test GPT of this model.py fails"
 
 
 def check_stages(model, n_stages):
     """Raises UserError if the stages of a pipeline would not compute what the whole GPT computes.
 
     A stage passes only the residual stream to the next stage, and only the last stage calls
-    GPT.forward. An edited model.py may need more than this. All stages run in this process.
+    GPT.forward. An edited model.py may need more than this. In this check, all stages run in one
+    process.
 
     model: the GPT to split, of which this function uses only the class and the config.
     """
@@ -51,8 +53,8 @@ def check_tensor_parallel(model, mesh, device):
     """Raises UserError if tensor parallelism would not compute what the whole GPT computes.
 
     PLAN in plaingpt/large/tensor_parallel.py is for the layers of GPT-2, and ParallelCrossEntropy
-    for the loss in plaingpt/loss.py. An edited model.py may need something else. All processes
-    of the mesh must call this function.
+    is for the loss in plaingpt/loss.py. An edited model.py may need a different plan or loss. All
+    processes of the mesh must call this function.
 
     model: as in check_stages. mesh: the mesh of tensor parallelism.
     """
@@ -75,8 +77,8 @@ def check_tensor_parallel(model, mesh, device):
             found = metrics_of_forward(part, x, y)
             found["loss"].backward()
     torch.set_float32_matmul_precision(precision)
-    # Each process holds a copy of a parameter that is not split, so only one of the processes may
-    # find a problem. All of them raise the error.
+    # Each process has its own copy of a parameter that is not split, so possibly only one process
+    # finds a problem. Then, all processes raise the error.
     problem = compare_metrics(found, expected)
     wrong = find_wrong_gradient(part, whole, mesh)  # all processes must call this function
     if wrong and not problem:
@@ -88,15 +90,19 @@ def check_tensor_parallel(model, mesh, device):
 
 
 def find_wrong_gradient(part, whole, mesh):
-    """Returns the name of a parameter whose gradients differ in a split and in a whole GPT."""
+    """Returns the name of a parameter whose gradient is different in the split GPT, or None.
+
+    part: the split GPT. whole: the whole GPT. mesh: as in check_tensor_parallel.
+    """
     wrong = None
     parameters = dict(part.named_parameters())
     for name, p in whole.named_parameters():
         if p.grad is None:
             continue
         grad = parameters[name].grad
-        # The gradient may have other placements than the parameter: RowwiseParallel returns a
-        # gradient with all rows, and with torch 2.11 the gradient may be a partial sum.
+        # The placements of the gradient may differ from the placements of the parameter:
+        # RowwiseParallel returns a gradient with all rows, and with torch 2.11 the gradient may be
+        # a partial sum.
         grad = grad.redistribute(placements=parameters[name].placements).full_tensor()
         if is_qkv(name):
             grad = reorder_rows(grad, 3, mesh.size(), back=True)
@@ -116,15 +122,16 @@ def make_small_batch(config):
 def make_small_gpt(GPT, config, flag):
     """Returns a small GPT with random parameters, to test an edited model.py.
 
-    It has a context of 16 tokens, and 64 ids per head, which tensor parallelism can split evenly.
-    config: the GPTConfig of the whole model. flag: --tp or --pp, for the message.
+    The context of the small GPT has 16 tokens, and its vocabulary has 64 ids per head, so tensor
+    parallelism can split the vocabulary evenly. config: the GPTConfig of the real model. flag: --tp
+    or --pp, for the message.
     """
     n = config.n_head
     shape = dict(n_embd=4 * n, vocab_size=64 * n, block_size=16, dropout=0.0)
     with explaining(f"{flag}: {SMALL_FAILS}", f"remove {flag}"):
         model = GPT(replace(config, **shape))
     for p in model.parameters():
-        nn.init.normal_(p, std=0.3)  # large weights; small weights would hide an edit
+        nn.init.normal_(p, std=0.3)  # with smaller weights, an edit would hardly change the loss
     return model
 
 
@@ -135,7 +142,10 @@ def metrics_of_forward(model, x, y):
 
 
 def compare_metrics(found, expected):
-    """Returns a problem if the parts compute a different loss or metric, or None."""
+    """Returns a text if the parts compute a different loss or metric, or None if they do not.
+
+    found, expected: the results of metrics_of_forward for the parts and for the whole GPT.
+    """
     for name, value in expected.items():
         if not torch.allclose(value, found[name], rtol=1e-4, atol=1e-6):
             return (

@@ -5,15 +5,15 @@ import torch.nn as nn
 
 
 def norm_of(parameters):
-    """Returns the total gradient norm of these parameters, including all parts of DTensors."""
+    """Returns the total gradient norm of these parameters. A DTensor counts with all its parts."""
     return nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor()
 
 
 def sum_tied_gradients(model):
     """Adds the gradients of the two copies of the tied matrix in a Pipeline, in place.
 
-    The first stage uses the matrix as its embedding, and the last stage uses its copy as its head.
-    Afterwards, the gradient of each copy is the sum of both gradients.
+    The first stage uses one copy as its embedding, and the last stage uses the other copy as its
+    head. Afterwards, the gradient of each copy is the sum of both gradients.
     """
     if model.has_tied:
         tied = model.part.transformer.wte.weight

@@ -1,4 +1,4 @@
-"""The cross-entropy with tensor parallelism: a process has the logits of some token ids.
+"""The cross-entropy with tensor parallelism: each process computes the logits of some token ids.
 
 Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3.
 """
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 class ParallelCrossEntropy(ChunkedCrossEntropy):
     """Cross-entropy of an output head whose rows are split over the processes of a mesh.
 
-    Only the logits of one chunk of positions, for the token ids of this process, are in memory. The
-    backward pass recomputes the logits.
+    A process stores only the logits of one chunk of positions, for its own token ids. The backward
+    pass recomputes the logits.
     """
 
     def __init__(self, vocab_size, mesh):
@@ -26,12 +26,12 @@ class ParallelCrossEntropy(ChunkedCrossEntropy):
         self.first_id = rows_per_process * mesh.get_local_rank()  # the first id of this process
 
     def losses(self, x, targets, counted, head):
-        """The arguments and the result are as in the base class, but a weight is a DTensor."""
+        """Returns the same as the base class. If `head` is a weight, it is a DTensor here."""
         if not torch.is_tensor(head):  # a function, which returns the logits of all ids
             return super().losses(x, targets, counted, head)
         weight = head.to_local()  # (V of this process, C)
         V = len(weight)
-        # Matrix multiplications use tiles, so the weight gets a multiple of 128 rows.
+        # Pads the weight to a multiple of 128 rows, because matrix multiplications use tiles.
         weight = F.pad(weight, (0, 0, 0, -V % 128))
         # In the backward pass, the gradient of x is the sum of the gradients of all processes.
         x = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])

@@ -20,4 +20,4 @@ class ShardedMuon(Muon):
         return distribute_tensor(x.contiguous(), p.device_mesh, p.placements, src_data_rank=None)
 
     def orthogonalize(self, stack):
-        return orthogonalize(stack)  # processes of another pipeline stage have other matrices
+        return orthogonalize(stack)  # not shared: each pipeline stage has different matrices

@@ -20,17 +20,20 @@ def fill_split_model(part, meta_gpt, weights, seed, device):
     """Allocates the parameters and buffers of a split model on the device, and fills them.
 
     Creates one whole layer at a time, so no process ever holds the whole model in memory. Each
-    process draws the random numbers of all layers and keeps its own part. Therefore, the
-    initialization depends only on the seed, not on the split.
+    process draws the random numbers of all layers, and keeps its own part of them. Therefore, the
+    initialization depends only on the seed, not on how the model is split.
 
-    part: the GPT of this process, on the meta device. meta_gpt: from make_whole_gpt; if weights are
-    given, any GPT of the same class and config. weights: a state dict, or None for GPT-2's
-    initialization. Raises UserError if the device has too little memory.
+    part: the GPT of this process, on the meta device. meta_gpt: the result of make_whole_gpt. If
+    weights are given, it may be any GPT of the same class and config. weights: a state dict, or
+    None for GPT-2's initialization. Raises UserError if the device has too little memory.
     """
 
     @functools.cache
     def constructed():
-        """Returns what only constructors initialize: {name: tensor}. Builds the whole GPT."""
+        """Builds the whole GPT. Returns all its parameters and buffers: {name: tensor}.
+
+        Some of them may be initialized only in the constructor of their module.
+        """
         with (
             memory_advice(
                 "a constructor in model.py initializes a parameter or a buffer, so each process "
@@ -53,14 +56,15 @@ def fill_split_model(part, meta_gpt, weights, seed, device):
     for name, buffer in list(part.named_buffers()):
         whole = weights[name] if weights and name in weights else constructed()[name]
         layer, _, attribute = name.rpartition(".")
-        # setattr keeps a tensor as a buffer if the module has a buffer of this name.
+        # The module has a buffer of this name, so setattr stores the tensor as a buffer.
         setattr(part.get_submodule(layer), attribute, whole.to(device, buffer.dtype, copy=True))
 
 
 def init_layers(meta_gpt, seed, constructed):
     """Yields (name, tensor) for each parameter, on the CPU, as GPT.init_weights initializes them.
 
-    Allocates one layer at a time. The other arguments are as in fill_split_model.
+    Allocates one layer at a time. constructed: the function in fill_split_model. The other
+    arguments are as in fill_split_model.
     """
     first_names = {name for name, _ in meta_gpt.named_parameters()}  # a tied matrix has two names
     torch.manual_seed(seed)
@@ -80,8 +84,8 @@ def init_layers(meta_gpt, seed, constructed):
 def tie_head(model):
     """Ties the embedding of a GPT to its head, if this process has a head.
 
-    On the last stage of a pipeline, the embedding is an nn.Identity. There, the tied matrix gets
-    the same name as on the first stage.
+    On the last stage of a pipeline, the embedding is an nn.Identity, which has no weight. It then
+    also gets the tied matrix, so that the matrix has the same name as on the first stage.
     """
     if model.lm_head is not None:
         model.transformer.wte.weight = model.lm_head.weight
@@ -113,7 +117,10 @@ def names_by_number(state):
 
 
 def slice_state(optimizer, saved):
-    """Slices the tensors of a state dict like the parameters of an optimizer -> a state dict."""
+    """Slices the tensors of a state dict like the parameters of an optimizer.
+
+    saved: the state dict. Returns a new state dict.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = dict(saved["state"])
     for p, (i, name) in zip(parameters, names_by_number(saved).items()):
@@ -123,7 +130,7 @@ def slice_state(optimizer, saved):
 
 
 def slice_values(values, p, name):
-    """Slices the values that an optimizer stores for parameter p. The arguments: as in slice_like.
+    """Slices the values that an optimizer stores for parameter p. name: the name of p.
 
     A tensor whose shape is not the shape of p, such as AdamW's step count, stays whole.
     """
@@ -137,7 +144,7 @@ def slice_values(values, p, name):
 
 
 def restore_qkv(state, n_parts):
-    """Restores the order of the rows of query, key and value, after tensor parallelism, in place.
+    """Undoes the order of rows that tensor parallelism needs for query, key and value, in place.
 
     state: a result of Training.state_dict. n_parts: the number of processes of tensor parallelism.
     """
@@ -154,7 +161,10 @@ def restore_qkv(state, n_parts):
 
 
 def restore_rows(values, shape, n_parts):
-    """Restores the order of the rows of each tensor with this shape."""
+    """Restores the original order of the rows of each tensor with this shape.
+
+    values: what an optimizer stores for a parameter, or a tensor. n_parts: as in restore_qkv.
+    """
 
     def restore(tensor):
         return reorder_rows(tensor, 3, n_parts, back=True) if tensor.shape == shape else tensor
@@ -163,13 +173,13 @@ def restore_rows(values, shape, n_parts):
 
 
 def join_stages(stages, meta_gpt):
-    """Joins the states of all pipeline stages -> the state of the whole model.
+    """Joins the states of all pipeline stages. Returns the state of the whole model.
 
-    stages: for each stage, a result of Training.state_dict. meta_gpt: from make_whole_gpt.
+    stages: for each stage, a result of Training.state_dict. meta_gpt: the result of make_whole_gpt.
     """
     model = {}
     for state in stages:
-        # Several stages may have a module that only the last stage uses.
+        # If several stages contain the same module, only the last stage uses it.
         model.update(state["model"])
     if meta_gpt.lm_head.weight is meta_gpt.transformer.wte.weight:
         model["lm_head.weight"] = model["transformer.wte.weight"]
@@ -180,11 +190,11 @@ def join_stages(stages, meta_gpt):
 
 
 def join_optimizer(states, meta_gpt):
-    """Joins the state dicts of one optimizer on all stages.
+    """Joins the state dicts that one optimizer has on the stages. Returns one state dict.
 
-    The result numbers the parameters as in a run with one process.
+    It numbers the parameters as in a run with one process. states: one state dict per stage.
     """
-    values = {}  # {name of a parameter, or of a value of no parameter: value}
+    values = {}  # {name of a parameter: its values}, and the values that belong to no parameter
     for state in states:
         names = names_by_number(state)
         for key, value in state["state"].items():
@@ -201,18 +211,18 @@ def join_optimizer(states, meta_gpt):
 
 
 def join_names(stages, meta_gpt):
-    """Joins the names of the parameters in one group: a list for each stage -> one list.
+    """Joins the parameter names of one group. stages: a list of names for each stage.
 
-    The names are in the order of the whole model.
+    Returns one list, in the order of the whole model.
     """
     found = set(itertools.chain(*stages))
     return [name for name, _ in meta_gpt.named_parameters() if name in found]
 
 
 def select_parameters(saved, optimizer):
-    """Selects the parameters of one stage from a state dict of the whole model -> a state dict.
+    """Returns the part of a state dict that belongs to the parameters of one stage.
 
-    optimizer: the optimizer of the stage.
+    saved: the state dict of an optimizer of the whole model. optimizer: the optimizer of the stage.
     """
     numbers = {name: i for i, name in names_by_number(saved).items()}
     state = dict(saved["state"])

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 class Pipeline(nn.Module):
     """A GPT whose blocks are split over several processes. `part` is the GPT of this process.
 
-    Calling the Pipeline with the micro-batches of a step runs the forward and the backward pass.
+    A call of the Pipeline with the micro-batches of a step runs the forward and the backward pass.
     The methods hidden, logits and loss are for evaluation. On every process, they return the same
     results as the methods of GPT.
     """
@@ -46,25 +46,26 @@ class Pipeline(nn.Module):
         return self.part.state_dict(**options)
 
     def configure_optimizers(self, *args):
-        """Does what GPT.configure_optimizers does, for the parameters of this process."""
+        """Returns the optimizers of this process's parameters, as GPT.configure_optimizers does."""
         return self.part.configure_optimizers(*args)
 
     def forward(self, micro_batches, weights, scaler):
-        """Runs the forward and the backward pass of a step -> {name: mean over its micro-batches}.
+        """Runs the forward and the backward pass of a step.
 
-        The loss has the name "train". The other names are the metrics that GPT.forward returns.
-        micro_batches: list of (x, y), as in train_step of train_gpt2.py. weights: from
-        Training.loss_weights.
+        Returns {name: weighted sum over the micro-batches}. The loss has the name "train". The
+        other names are the metrics that GPT.forward returns. micro_batches: list of (x, y), as in
+        train_step of train_gpt2.py. weights: the result of Training.loss_weights. scaler: the
+        gradient scaler.
         """
         n_micro = len(micro_batches)
         B, T = micro_batches[0][0].shape
         x = torch.cat([x for x, _ in micro_batches])  # (n_micro x B, T)
         y = torch.cat([y for _, y in micro_batches])  # (n_micro x B, T)
-        self.metrics = {}  # metrics of the step; only the last stage adds metrics
+        self.metrics = {}  # the metrics of the step; only the last stage computes them
         zero = torch.zeros((), device=x.device)
         scaler.scale(zero)  # creates the scale factor, which stages without a loss also need
         size = (n_micro, B, T)
-        if size != self.size:  # during the batch-size ramp, n_micro grows
+        if size != self.size:  # n_micro grows during the batch-size ramp-up
             self.schedule = None  # frees the buffers of the old schedule
             self.schedule = self.make_schedule(n_micro, B, T, scaler)
             self.size = size
@@ -130,7 +131,7 @@ class Pipeline(nn.Module):
         return self.on_stage(self.n_stages - 1, shape, "loss", x, targets, reduction)
 
     def on_stage(self, index, shape, method, *args, **kwargs):
-        """Calls a method of one stage -> its result, on all stages. shape: shape of the result."""
+        """Calls a method of stage `index`. All stages return its result, which has this shape."""
         if index == self.index:
             result = self.stage.call(method, *args, **kwargs).float().contiguous()
         else:
@@ -140,10 +141,10 @@ class Pipeline(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage of a pipeline. It returns the residual stream, or on the last stage the loss.
+    """A stage of a pipeline, which PyTorch's schedule calls.
 
-    PyTorch's schedule calls the first stage with token ids, and later stages with the residual
-    stream.
+    The first stage receives token ids, and all later stages receive the residual stream. The last
+    stage returns the loss, and all earlier stages return the residual stream.
     """
 
     def __init__(self, part, process, is_last):
@@ -151,7 +152,7 @@ class Stage(nn.Module):
         self.part = part
         self.process = process
         self.is_last = is_last
-        self.more = []  # [third value that GPT.forward returns], or [] if it returns two
+        self.more = []  # [the third value of GPT.forward], or [] if it returns only two values
 
     def forward(self, x, targets=None):
         """Runs the forward pass of training."""
@@ -175,8 +176,8 @@ def send_to_rank0(stage, value, pipeline):
     returns the value, with its tensors on the CPU. Other ranks return None.
     """
     tensors = tree_leaves(value)
-    # A copy on the meta device tells rank 0 the shape and the dtype of a tensor. The tensors follow
-    # one after the other, because pickling them would take several times as long.
+    # First sends copies on the meta device, which tell rank 0 the shapes and dtypes. Then sends one
+    # tensor after the other, because pickling them would take several times as long.
     outline = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), value)
     leaves, spec = tree_flatten(pipeline.gather_stages(outline)[stage])
     device = pipeline.process.device

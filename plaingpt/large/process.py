@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 @dataclass
 class SplitProcess(Process):
-    """A Process of a model that n_parts processes compute together, with --tp and --pp.
+    """A Process of a program with --tp or --pp, in which n_parts processes compute one model.
 
-    These processes read the same share of the data. Therefore, they have the same `rank`, and
-    world_size is the number of shares.
+    These n_parts processes read the same share of the data. Therefore, they have the same `rank`,
+    and world_size is the number of shares.
     """
 
     n_parts: int = 1
@@ -29,5 +29,5 @@ class SplitProcess(Process):
         """Sums a tensor over the shares of the data."""
         tensor = tensor.to(self.device, copy=True)  # a copy, because the next lines change it
         dist.all_reduce(tensor)
-        # The processes of a share have equal values, and all_reduce has added the values of each.
+        # The n_parts processes of a share have equal values, and all_reduce has added each of them.
         return tensor.div_(self.n_parts)

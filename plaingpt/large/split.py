@@ -1,9 +1,9 @@
-"""Splits a GPT over processes, before it allocates memory. PyTorch does the work.
+"""Splits a GPT over processes, before the GPT allocates memory.
 
-The processes form a mesh of size pp x dp x tp. FSDP and tensor parallelism change a GPT in place:
-its parameters become DTensors, of which each process holds a part. full_tensor() returns the whole
-tensor. If only some processes call full_tensor(), these wait forever. With --pp, each process holds
-a Pipeline, which contains a GPT with only some blocks.
+The processes form a mesh of size pp x dp x tp. PyTorch's FSDP and tensor parallelism change a GPT
+in place: its parameters become DTensors, of which each process holds a part. full_tensor() returns
+the whole tensor. If only some processes call full_tensor(), they wait forever. With --pp, each
+process holds a Pipeline, which contains a GPT with only some blocks.
 """
 
 import logging
@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 def split_model(GPT, gpt_config, weights, config, process):
-    """Creates this process's part of a GPT -> a GPT, or with --pp a Pipeline.
+    """Creates this process's part of a GPT. Returns a GPT, or with --pp a Pipeline.
 
     No process ever holds the whole model. The methods hidden, logits and loss of a part return the
-    complete result. If one process calls such a method, all processes must call it.
+    result of the whole model. If one process calls such a method, all processes must call it.
 
     GPT: the class of the model. weights: a state dict, or None for GPT-2's initialization. Raises
     UserError if tp or pp does not fit the model.
@@ -39,7 +39,7 @@ def split_model(GPT, gpt_config, weights, config, process):
 
 
 def cut_model(model, config, process):
-    """Splits a GPT on the meta device, in place -> this GPT, or with --pp its Pipeline."""
+    """Splits a GPT on the meta device, in place. Returns the GPT, or with --pp its Pipeline."""
     if config.pp > model.config.n_layer:
         raise UserError(
             f"--pp {config.pp}: is above --n_layer {model.config.n_layer}; give fewer stages"
@@ -56,8 +56,9 @@ def cut_model(model, config, process):
     # Tensor parallelism communicates most, so the processes of its groups have consecutive ranks.
     shape = (config.pp, process.world_size, config.tp)
     mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-    process.barrier()  # a process that fails below would disconnect processes that still connect
-    tp_mesh = mesh["tp"]  # one object: torch.compile accepts no second mesh of the same processes
+    # If a process failed below while others still connect to the mesh, these would fail, too.
+    process.barrier()
+    tp_mesh = mesh["tp"]  # used twice: torch.compile accepts only one mesh of the same processes
     if config.tp > 1:
         check_tensor_parallel(model, tp_mesh, process.device)
     is_tied = model.lm_head.weight is model.transformer.wte.weight
@@ -78,7 +79,7 @@ def cut_model(model, config, process):
 
 
 def list_blocks(model):
-    """Lists the blocks of a GPT. Includes each block once, even if several layers share it."""
+    """Returns the blocks of a GPT, each block once, even if several layers share it."""
     return list(dict.fromkeys(model.transformer.h))
 
 
@@ -110,7 +111,7 @@ def check_shared(model, config):
 
 
 def silence_warnings():
-    """Turns off four messages of PyTorch that are harmless here.
+    """Turns off four messages of PyTorch that do not matter here.
 
     The first message says that FSDP and TP gather a tensor in two steps. The second message says
     that training does not call lm_head: loss_fn reads the weight of lm_head instead. The third

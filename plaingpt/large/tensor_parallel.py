@@ -1,6 +1,6 @@
 """Tensor parallelism: the processes of a group compute different heads, and parts of the MLP.
 
-Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. PyTorch does the work.
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. This file says how PyTorch splits each layer.
 """
 
 from plaingpt.errors import UserError
@@ -10,8 +10,8 @@ import torch.distributed.tensor.parallel as tp
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
-# How to split the layers of GPT-2. A key is the last part of a layer's name. Each process computes
-# all other layers whole.
+# How to split the layers of GPT-2. A key is the last part of a layer's name. Layers that are not in
+# this table are not split: each process computes the whole layer.
 # - vocabulary: a process holds the rows of some token ids. An all-reduce sums the results of an
 #   nn.Embedding; an all-gather joins the results of an nn.Linear.
 # - qkv: a process computes some heads. The layer returns all queries, then all keys, then all
@@ -23,7 +23,7 @@ PLAN = dict(wte="vocabulary", c_attn="qkv", c_fc="colwise", c_proj="rowwise", lm
 
 
 def split_gpt(model, mesh):
-    """Splits a GPT over a mesh, in place. This unties embedding and head, see tie_head.
+    """Splits a GPT over a mesh, in place. This unties embedding and head; tie_head ties them again.
 
     The forward pass of a block has two all-reduces: one after attention, one after the MLP. The
     processes of a group draw the same random numbers, because their dropout masks for the residual
@@ -46,7 +46,7 @@ def split_gpt(model, mesh):
 def split_layer(module, word, mesh):
     """Splits a layer over a mesh. word: how to split the layer, a value of PLAN."""
     if isinstance(module, nn.Embedding):
-        # For a short time, the backward pass holds the gradient of all rows on each process.
+        # In the backward pass, each process holds the gradient of all rows for a short time.
         rows = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     else:
         rows = tp.ColwiseParallel(output_layouts=Replicate())

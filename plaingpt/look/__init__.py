@@ -1,1 +1,1 @@
-"""Records what a model does with a text: losses, attention, blocks. Builds the page of look.py."""
+"""Records a model's losses, attention and block outputs for a text. Builds the page of look.py."""

@@ -1,6 +1,7 @@
 "use strict";
 // GPT-2's forward pass, as in model.py, for one text: B is 1, and there is no dropout. A tensor
-// (T, C) is a Float32Array: T rows of C numbers, one row after the other. Sums are in float64.
+// (T, C) is a Float32Array with T rows of C numbers, one row after the other. JavaScript computes
+// sums in float64.
 
 /** nn.Linear: x @ weight.T + bias. */
 class Linear {
@@ -14,8 +15,8 @@ class Linear {
     const { weight, bias, n_in, n_out } = this;
     const T = x.length / n_in;
     const y = new Float32Array(T * n_out);  // (T, n_out)
-    // This loop computes eight sums at a time, of two rows of x and four rows of the weight, because
-    // independent sums are four times as fast. If no row is left, the loop repeats the last row.
+    // This loop computes eight independent sums at a time, of two rows of x and four rows of the
+    // weight, which is four times as fast. If no row is left, the loop repeats the last row.
     for (let o = 0; o < n_out; o += 4) {
       const [o0, o1, o2, o3] = [0, 1, 2, 3].map((j) => Math.min(o + j, n_out - 1));
       const [w0, w1, w2, w3] = [o0 * n_in, o1 * n_in, o2 * n_in, o3 * n_in];
@@ -51,7 +52,7 @@ class Linear {
   }
 }
 
-/** nn.LayerNorm: each row gets mean 0 and variance 1, times weight, plus bias. */
+/** nn.LayerNorm: normalizes each row to mean 0 and variance 1, then applies weight and bias. */
 class LayerNorm {
   /** weight, bias: (C). */
   constructor(weight, bias) {
@@ -165,10 +166,11 @@ class GPT {
     this.lm_head = new Linear(weights["lm_head.weight"] ?? this.wte, undefined, config.n_embd);
   }
 
-  /** The residual stream: ids (T) -> [(T, C) after the embedding, (T, C) after block 1, ...].
+  /** Returns the residual streams: [(T, C) after the embedding, (T, C) after block 1, ...].
    *
-   * start: the number of earlier tokens, which are in the caches. caches: a KVCache for each
-   * block. off: a Set of what is omitted: "wpe", "h.0", "h.0.mlp", "h.0.attn.1" (its head 1). */
+   * idx: the T ids. start: the number of earlier tokens, which are in the caches. caches: a KVCache
+   * for each block. off: a Set with the names of the parts that are omitted: "wpe" (the position
+   * embedding), "h.0" (the first block), "h.0.mlp" (its MLP), "h.0.attn.1" (its second head). */
   hidden(idx, start, caches, off) {
     const C = this.config.n_embd;
     const x = new Float32Array(idx.length * C);  // (T, C)
@@ -185,7 +187,7 @@ class GPT {
     return streams;
   }
 
-  /** The last norm and the head: (T, C) -> (T, vocab_size). */
+  /** Applies the final LayerNorm and the head: (T, C) -> (T, vocab_size). */
   logits(x) {
     return this.lm_head.forward(this.ln_f.forward(x));
   }
@@ -199,7 +201,7 @@ function gelu(x) {
   return x / (1 + Math.exp(-2 * z));
 }
 
-/** Scores -> probabilities. */
+/** Converts scores to probabilities. */
 function softmax(scores) {
   const largest = largestOf(scores);
   const probs = new Float32Array(scores.length);

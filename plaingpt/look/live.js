@@ -1,7 +1,7 @@
 // The computations of a live page: runs the GPT of gpt.js on a text of bytes, and samples next tokens.
 
 const ALL_ON = new Set();  // no part of the model is omitted
-const TOLERANCE = 1e-4;  // relative to a loss above 1; float32 differs by less than 1e-5
+const TOLERANCE = 1e-4;  // of error / max(1, loss); rounding to float32 causes less than 1e-5
 
 // ---- bytes -------------------------------------------------------------------------------------
 
@@ -33,13 +33,13 @@ function nameOfByte(id) {
 
 // ---- the model ---------------------------------------------------------------------------------
 
-/** The results of a GPT for a text. If a new text begins like the previous text, computes the rest. */
+/** The results of a GPT for a text. If a new text begins like the previous one, only the rest is computed. */
 class Reading {
   /** off: a Set of the parts that are omitted, as in GPT.hidden. */
   constructor(gpt, off) {
     Object.assign(this, { gpt, off, ids: [] });
     this.caches = gpt.h.map(() => new KVCache(gpt.config));
-    // For the embedding and each block: a list of the rows of all positions.
+    // For the embedding and for each block, these lists contain a list with a row per position.
     this.streams = [[], ...gpt.h.map(() => [])];  // rows (C)
     this.logits = [[], ...gpt.h.map(() => [])];  // rows (vocab_size), as if the model ended there
   }
@@ -62,12 +62,12 @@ class Reading {
     this.ids = ids;
   }
 
-  /** The losses of the ids after the first one, from the logits after a block or the embedding. */
+  /** Returns the losses of all ids except the first. logits: as if the model ended after a block. */
   losses(logits = this.logits.at(-1)) {
     return Float32Array.from(this.ids.slice(1), (id, t) => crossEntropy(logits[t], id));
   }
 
-  /** The logits of the next id, (vocab_size); undefined if the context is full. */
+  /** Returns the logits of the next id, (vocab_size), or undefined if the context is full. */
   next() {
     return this.logits.at(-1)[this.ids.length - 1];
   }
@@ -77,7 +77,7 @@ function splitRows(x, size) {
   return Array.from({ length: x.length / size }, (_, t) => x.subarray(t * size, (t + 1) * size));
 }
 
-/** Returns the probabilities of the next id as sample() in plaingpt/sampling.py: (vocab_size). */
+/** Returns the probabilities of the next id, (vocab_size), as sample() in plaingpt/sampling.py uses them. */
 function probabilities(logits, temperature, topK) {
   const order = Array.from(logits.keys()).sort((a, b) => logits[b] - logits[a]);
   if (temperature === 0) return Float32Array.from(logits, (_, id) => Number(id === order[0]));
@@ -85,16 +85,17 @@ function probabilities(logits, temperature, topK) {
   return softmax(logits.map((logit) => (logit < least ? -Infinity : logit / temperature)));
 }
 
-/** Samples an id. */
+/** Samples an id from these probabilities. */
 function draw(probs) {
   let rest = Math.random() * probs.reduce((a, b) => a + b, 0);
   const id = probs.findIndex((p) => (rest -= p) < 0);
   return id < 0 ? probs.indexOf(Math.max(...probs)) : id;
 }
 
-/** Compares the losses of this page with PyTorch's -> largest {difference, worst: relative}.
+/** Compares the losses of this page with PyTorch's losses. Returns the largest {difference, worst}.
  *
- * The hidden states are also multiplied by 30, because a soft-cap shows only in large logits. */
+ * worst: the largest difference / max(1, loss). The hidden states are also multiplied by 30, because only
+ * large logits reveal a soft-cap. */
 function compare(gpt, checks) {
   let [difference, worst] = [0, 0];
   for (const { ids, losses } of checks) {

@@ -1,4 +1,4 @@
-"""Packs a small model for a page that runs it: the weights, and PyTorch's losses to compare with.
+"""Packs a small model for a page that runs it: its weights, and PyTorch's losses for a comparison.
 
 gpt.js implements only GPT-2, so the weights must have the names and shapes of GPT-2's weights. The
 page also compares its losses with PyTorch's losses, because a changed model.py may compute
@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 MOST_PARAMETERS = 1_000_000  # this many parameters take 5 MB in a page
 LONGEST_CONTEXT = 1024  # to compare the losses of one such text, a page takes about a second
-# The hidden states are multiplied by these factors. With 30, the logits are so large that a
-# soft-cap changes the losses.
+# The hidden states are multiplied by these factors. With the factor 30, the logits are so large
+# that a soft-cap changes the losses.
 FACTORS = (1, 30)
-# {part of the model: words of the line of model.py that computes this part}
+# {part of the model: a piece of the line of model.py that computes this part}
 LINES = {
     "wte": "t.wte(idx)",
     "wpe": "t.wpe(pos)",
@@ -42,8 +42,8 @@ LINES = {
 def find_reason(model, tokenizer, n_runs):
     """Returns the reason why a page cannot run the model, or "" if the page can run the model.
 
-    The reason is the end of a sentence. model: the GPT of the last checkpoint. n_runs: how many
-    runs the page shows.
+    The reason is the end of a sentence, which the page completes. model: the GPT of the last
+    checkpoint. n_runs: how many runs the page shows.
     """
     c = model.config
     n_parameters = sum(p.numel() for p in model.parameters())
@@ -97,8 +97,8 @@ def pack_model(model, ids):
     c = model.config
     # named_parameters yields a tied weight once, so the page stores it once.
     weights = {name: pack_array(p.detach(), "<f4") for name, p in model.named_parameters()}
-    # Sliding-window attention changes the losses only of texts that are longer than its window.
-    # The page therefore also compares the losses of random ids that fill the context.
+    # Sliding-window attention changes only the losses of texts that are longer than its window.
+    # Therefore, the page also compares the losses of random ids that fill the context.
     other = np.random.default_rng(0).integers(c.vocab_size, size=c.block_size + 1).tolist()
     checks = []
     for text in (ids, other):
@@ -110,14 +110,14 @@ def pack_model(model, ids):
 
 @torch.no_grad()
 def losses_of(model, ids, factor):
-    """Returns the losses of all ids but the first, (n). factor: multiplies the hidden states."""
+    """Returns the losses of all ids except the first, (n). factor: see FACTORS."""
     x = model.hidden(torch.tensor([ids[:-1]]))[0].float() * factor  # (n, C)
     targets = torch.tensor(ids[1:])  # (n)
     return F.cross_entropy(model.logits(x).float(), targets, reduction="none").numpy()
 
 
 def find_lines(GPT):
-    """Returns {part: [line number, line]} of model.py. Omits parts that are not in it."""
+    """Returns {part: [line number, line]} for the parts in LINES that model.py contains."""
     source = inspect.getsource(sys.modules[GPT.__module__]).splitlines()
     lines = {}
     for part, words in LINES.items():

@@ -1,4 +1,4 @@
-// Draws what models do with a text, as look.py has recorded it, or as play.js computes it.
+// Draws what models do with a text. look.py has recorded it, or play.js computes it.
 // The address contains the reader's choice after "#", so that a link shows the same view: token (a
 // number), snapshot (the position of the slider), head (run, call and head, such as 0.1.3).
 
@@ -26,7 +26,7 @@ function nameRuns() {
 
 const unpacked = new Map();
 
-/** Unpacks base64 into an array of a type, once. */
+/** Unpacks a Base64 string into an array of a type. Unpacks each string only once. */
 function unpack(text, Type) {
   if (!unpacked.has(text)) {
     const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -59,7 +59,7 @@ function unpackLook(look) {
   return { ...look, T, prediction: unpackPrediction(look.prediction), blocks, calls };
 }
 
-/** Unpacks a prediction -> {losses; at(i): loss, rank and likeliest tokens of token i}. */
+/** Unpacks a prediction. Returns {losses, at}; at(i) returns {loss, rank, likeliest} of token i. */
 function unpackPrediction({ losses, ids, probs, ranks, k }) {
   const unpackedLosses = unpack(losses, Float32Array);
   return {
@@ -132,7 +132,7 @@ const nameOf = (i) => shown.tokens[i] || "·";  // a byte that continues a chara
 const describe = (i) => [`token ${i} `, tokenOf(nameOf(i))];
 const NOT_PREDICTED = "No token precedes this token, so it is not predicted.";
 
-/** Makes a table. rows: lists of texts, numbers as texts, or elements. */
+/** Makes a table. rows: lists of cells. A cell is a text, a number as a text, or an element. */
 function makeTable(titles, rows) {
   const table = make("table");
   table.append(make("tr", {}, titles.map((text) => make("th", { text }))));
@@ -192,7 +192,7 @@ function fillTexts() {
 
 const spansOf = (element) => Array.from(element.children);
 
-/** Colours a text. weightOf(i): from -1 to 1, below 0 in the other colour. */
+/** Colours a text. weightOf(i) is from -1 to 1. Weights below 0 get a different colour. */
 function colour(element, weightOf) {
   spansOf(element).forEach((span, i) => {
     const weight = Math.max(-1, Math.min(1, weightOf(i) || 0));
@@ -203,7 +203,7 @@ function colour(element, weightOf) {
 
 // ---- the parts of the page ---------------------------------------------------------------------
 
-/** Makes an element for each run with makeOne(look, index of the run). Two runs get their names. */
+/** Makes an element for each run with makeOne(look, index of the run). If there are two runs, shows their names. */
 function sides(makeOne) {
   return shown.looks.map((look, run) => {
     const title = data.runs.length > 1 ? [make("h3", { text: names[run] })] : [];
@@ -211,7 +211,7 @@ function sides(makeOne) {
   });
 }
 
-/** Returns the name of the tokens whose losses count. */
+/** Returns a text that names the tokens whose losses count. */
 function nameOfCounted() {
   const n = countedTokens().length;
   return shown.counted ? `${n} tokens of the responses` : `tokens 1 to ${n}`;
@@ -454,7 +454,7 @@ const MOST_HEADS = 8;  // heads whose arcs are drawn; page.css contains as many 
 const MOST_ARCS = 3;  // arcs of a head
 const LEAST_WEIGHT = 0.1;  // smallest weight of an arc, except for the first arc of a head
 
-/** Makes an element of a picture. */
+/** Makes an element of an SVG picture. */
 function makeSvg(tag, attributes) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -471,7 +471,7 @@ function makeTextWithArcs(label) {
   return make("div", { className: "arcs" }, [element, svg]);
 }
 
-/** Returns which tokens each head attends to, to predict the chosen token. The largest weight comes first.
+/** Returns which tokens each head attends to when the model predicts the chosen token. The largest weight comes first.
  *
  * A head is {place, name, colour, arcs: [[column, weight], ...]}. */
 function findArcs({ calls, T }, run) {

@@ -1,4 +1,4 @@
-"""Writes records of a text into one HTML file, which needs neither a network nor other files.
+"""Writes the records of a text into one HTML file, which needs no network and no other files.
 
 page.html contains the elements of the page, and page.css their style. page.js draws the recorded
 numbers. If the page contains the weights of a small model, gpt.js runs the model on a text that the
@@ -50,7 +50,7 @@ def split_text(ids, tokenizer):
 
 
 def name_token(i, tokenizer):
-    """Returns the string of an id. Bytes that are not valid UTF-8 become, for example, <E4>."""
+    """Returns the name of an id, for the page. A byte that is not valid UTF-8 looks like <E4>."""
     data = bytes_of(i, tokenizer)
     name = name_of_special(i, tokenizer)
     if name is not None:
@@ -79,7 +79,7 @@ def bytes_of(i, tokenizer):
 
 @dataclass
 class Look:
-    """Everything that the page shows about one model."""
+    """What the page shows about one checkpoint of a run."""
 
     record: Record
     facts: str  # a description of the model
@@ -96,7 +96,7 @@ class Snapshot:
 
 @dataclass
 class Text:
-    """The text of a page."""
+    """The text that a page shows."""
 
     ids: list[int]
     counted: list[bool] | None  # for pairs: whether each id belongs to a response
@@ -137,7 +137,7 @@ def build_page(text, snapshots, runs, tokenizer, live):
 
 
 def fill_template(title, data):
-    """Puts the style, the scripts, the title and the data into page.html -> bytes."""
+    """Returns page.html with the style, the scripts, the title and the data, as bytes."""
     script = "\n".join(map(read_part, SCRIPTS))
     page = read_part("page.html").replace("{{title}}", html.escape(title))
     page = page.replace("{{style}}", read_part("page.css")).replace("{{script}}", script)
@@ -174,7 +174,7 @@ def size_of_calls(record):
 
 
 def pack_look(look, with_attention):
-    """Look -> dict for JSON. with_attention: whether the dict contains the attention weights."""
+    """Returns a Look as a dict for JSON. with_attention: whether it contains attention weights."""
     record = look.record
     errors = [call.error for call in record.calls if call.weights is not None]
     return dict(
@@ -188,7 +188,7 @@ def pack_look(look, with_attention):
 
 
 def pack_prediction(prediction):
-    """Prediction -> dict for JSON, with the arrays as Base64 strings."""
+    """Returns a Prediction as a dict for JSON, with the arrays as Base64 strings."""
     return dict(
         losses=pack_array(prediction.losses, "<f4"),
         ranks=pack_array(prediction.ranks, "<u4"),
@@ -199,7 +199,7 @@ def pack_prediction(prediction):
 
 
 def pack_block(block: BlockOutput):
-    """BlockOutput -> dict for JSON."""
+    """Returns a BlockOutput as a dict for JSON."""
     if block.fault:
         return dict(name=block.name, fault=block.fault)
     prediction = pack_prediction(block.prediction)
@@ -207,7 +207,7 @@ def pack_block(block: BlockOutput):
 
 
 def pack_call(call: AttentionCall):
-    """AttentionCall -> dict for JSON. Each attention weight is stored as an integer, 0 to 255."""
+    """Returns an AttentionCall as a dict for JSON. A weight is stored as an integer, 0 to 255."""
     if call.fault:
         return dict(block=call.block + 1, fault=call.fault)
     weights = (call.weights.cpu().numpy() * 255).round().astype(np.uint8)  # (nh, T, T)

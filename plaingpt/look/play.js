@@ -14,7 +14,7 @@ class Play {
     this.read();
   }
 
-  /** The ids that the model reads: the last ids, if the text is longer than the context. */
+  /** Returns the ids that the model reads. If the text is longer than the context, these are its last ids. */
   window() {
     return this.ids.slice(this.start);
   }
@@ -40,7 +40,7 @@ class Play {
     this.read();
   }
 
-  /** The logits of the next id, (vocab_size). If the context is full, its first id is omitted. */
+  /** Returns the logits of the next id, (vocab_size). If the context is full, omits its first id. */
   next() {
     if (this.part.next()) return this.part.next();
     const later = new Reading(this.gpt, this.off);
@@ -54,7 +54,7 @@ class Play {
     this.read();
   }
 
-  /** What page.js draws. `counted`, the responses of pairs, is valid only for the unchanged text. */
+  /** Returns what page.js draws. The responses of pairs, `counted`, are known only for the first text. */
   shown() {
     const isFirst = String(this.ids) === String(data.ids);
     return {
@@ -65,7 +65,7 @@ class Play {
   }
 }
 
-/** Returns the numbers of a Reading, in the form of unpackLook in page.js. whole: all parts on. */
+/** Returns the numbers of a Reading, in the form of unpackLook in page.js. whole: the Reading with all parts on. */
 function liveLook(reading, whole) {
   const { off, streams, caches, ids } = reading;
   const T = streams[0].length;
@@ -220,7 +220,7 @@ function drawPart() {
   byId("part").replaceChildren(make("b", { text: label }), `: ${before} → ${after}`, make("br"), ...code);
 }
 
-/** Makes the picture of the model: a button for each part with a switch, a word for other parts. */
+/** Makes the picture of the model: a button for each part that can be switched off, a word for each other part. */
 function makePath() {
   for (const row of pathRows(data.live.config)) {
     const parts = row.map(([part, label, name]) => {
@@ -382,7 +382,7 @@ function checkLeast(answer) {
   return [isRight, isRight ? sentence : `${sentence} Without a different part, the mean loss changes less.`];
 }
 
-/** The riddles: question(); choices(), names of parts; check(answer): [is right, a sentence]. */
+/** The riddles. question() returns a text, choices() the names of parts, and check(answer) [isRight, sentence]. */
 const RIDDLES = [
   {
     question: () => "In the pictures under “Attention”, each row is a token that attends. Which head has the largest mean "
@@ -470,7 +470,7 @@ function drawPlay() {
   drawQuestions();
 }
 
-/** Unpacks the model, and compares it with PyTorch -> Play, or the reason that there is none. */
+/** Unpacks the model, and compares it with PyTorch. Returns a Play, or the reason why the page runs no model. */
 function unpackModel({ config, weights, checks, why }) {
   if (why) return why;
   const arrays = Object.entries(weights).map(([name, text]) => [name, unpack(text, Float32Array)]);

@@ -1,8 +1,8 @@
 """Runs a model on a text, and records predictions, attention weights and outputs of the blocks.
 
 The attention weights are computed from the arguments of F.scaled_dot_product_attention. A changed
-model, for example with rotary positions or a different mask, calls the same function, so the record
-contains the weights that the model really uses.
+model, for example with rotary embeddings or a different mask, calls the same function, so the
+record contains the weights that the model really uses.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 # The positional arguments of F.scaled_dot_product_attention, in their order.
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 OPTIONS = {"attn_mask", "is_causal", "scale", "enable_gqa"}  # arguments that change the weights
-TOLERANCE = 1e-3  # relative; the rounding errors of TF32 on a GPU are smaller
+TOLERANCE = 1e-3  # relative error; rounding to TF32 on a GPU causes smaller errors
 N_LIKELIEST = 5  # how many of the likeliest tokens to record for the model's prediction
-N_LIKELIEST_OF_BLOCK = 3  # the same for the prediction after each block
+N_LIKELIEST_OF_BLOCK = 3  # how many of them to record for the prediction after each block
 
 
 @dataclass
@@ -32,7 +32,7 @@ class AttentionCall:
     block: int  # index of the block that made the call
     weights: torch.Tensor | None = None  # (nh, T, T): each row contains the weights of one query
     error: float = 0.0  # largest relative difference between weights @ v and the result
-    fault: str = ""  # why the page cannot show the weights: the end of a sentence
+    fault: str = ""  # why the page cannot show the weights, as the end of a sentence
 
 
 class AttentionWatch(TorchFunctionMode):
@@ -56,10 +56,10 @@ class AttentionWatch(TorchFunctionMode):
 
 
 def record_call(block, given, result):
-    """Computes the weights of a call, and compares weights @ v with its result -> AttentionCall.
+    """Returns the AttentionCall of a call. Computes its weights, and compares weights @ v.
 
-    block: index of the block. given: the arguments of the call, {name: value}. result: (1, nh, T,
-    hs).
+    block: index of the block. given: the arguments of the call, {name: value}. result: the result
+    of the call, (1, nh, T, hs), which weights @ v must equal.
     """
     query, key, value = given["query"], given["key"], given["value"]
     if query.dim() != 4 or len(query) != 1 or query.size(2) != key.size(2):
@@ -103,11 +103,11 @@ def attention_weights(query, key, attn_mask=None, is_causal=False, scale=None, e
 
 @dataclass
 class Prediction:
-    """A model's predictions of n tokens: all tokens of the text but the first."""
+    """A model's predictions of n tokens: all tokens of the text except the first token."""
 
-    losses: np.ndarray  # (n): losses of the right tokens, in nats
-    ranks: np.ndarray  # (n): rank of the right token in the vocabulary; 1 is the likeliest
-    ids: np.ndarray  # (n, k): the likeliest tokens, in order
+    losses: np.ndarray  # (n): the losses of the right tokens, in nats
+    ranks: np.ndarray  # (n): the ranks of the right tokens; rank 1 is the likeliest token
+    ids: np.ndarray  # (n, k): the k likeliest tokens; the likeliest comes first
     probs: np.ndarray  # (n, k): their probabilities
 
 
@@ -115,13 +115,13 @@ class Prediction:
 class BlockOutput:
     """Norms of the residual stream after a block, and a prediction from this stream.
 
-    The prediction applies the model's last norm and its head to the stream.
+    The prediction applies the model's final LayerNorm and its head to the stream.
     """
 
     name: str
     prediction: Prediction | None = None
     norms: np.ndarray | None = None  # (n): the norm of the residual stream at each position
-    fault: str = ""  # why there is no prediction: the end of a sentence
+    fault: str = ""  # why there is no prediction, as the end of a sentence
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Record:
 
 @torch.no_grad()
 def record_text(model, ids):
-    """Runs a model on a text -> Record.
+    """Runs a model on a text. Returns a Record.
 
     model: a GPT in float32, in eval mode. ids: list of n + 1 ids; n is at most the block_size. The
     first id is only an input, and the last id is only a target.
@@ -154,7 +154,7 @@ def record_text(model, ids):
 
 
 def score_tokens(model, ids, device):
-    """Returns the losses of all tokens but the first, computed as in the benchmarks: (n)."""
+    """Returns the losses of all tokens except the first, (n), as benchmarks compute them."""
     row = Row(np.array(ids[:1], np.int32), [(np.array(ids[1:], np.int32), 0, True)])
     _, values = forward(model, [row], row.length, device)
     return -values[0]
@@ -172,7 +172,8 @@ def watching(model, watch):
     def before(block, args, kwargs):
         if not streams:
             streams.append([*args, *kwargs.values()][0])  # GPT.hidden may call block(x=x, pos=pos)
-        watch.block = len(streams) - 1  # counts calls, because a module may run several times
+        # The index counts the earlier calls, because one module may run as several blocks.
+        watch.block = len(streams) - 1
 
     def after(block, args, output):
         watch.block = None
@@ -190,7 +191,7 @@ def watching(model, watch):
 
 
 def describe_block(model, i, stream, targets):
-    """Predicts the next tokens from the residual stream after block i -> BlockOutput.
+    """Predicts the next tokens from the residual stream after block i. Returns a BlockOutput.
 
     i: number of the block, from 1; 0 means the embedding. stream: the output of the block, or the
     embedding. targets: (n).
@@ -206,9 +207,10 @@ def describe_block(model, i, stream, targets):
 
 
 def predict(model, x, targets, k):
-    """Predicts the next tokens from hidden states after the last norm, (n, C) -> Prediction.
+    """Predicts the next tokens from hidden states. Returns a Prediction.
 
-    targets: the right tokens, (n). k: how many of the likeliest tokens to keep.
+    x: the hidden states after the final LayerNorm, (n, C). targets: the right tokens, (n). k: how
+    many of the likeliest tokens to keep.
     """
     parts = []
     for x_part, target in zip(x.float().split(CHUNK), targets.split(CHUNK)):
