@@ -1,4 +1,4 @@
-"""Exact match: how often does a model generate exactly the right response?
+"""The exact-match metric: how often does a model generate the right response?
 
   python answers.py --data test.jsonl      scores the newest checkpoint in log/
   python answers.py --data test.jsonl --checkpoint log/baby --json scores.json
@@ -36,7 +36,7 @@ def prompt_ids(example, tokenizer):
 
 
 def report(examples, scores):
-    """Computes how often greedy decoding generates exactly the response, and then stops."""
+    """Computes the fraction of prompts for which greedy decoding generates exactly the response."""
     return dict(acc=float(scores.greedy.mean()))
 
 

@@ -7,15 +7,15 @@
 In this help, [x] is the default of a flag. A preset may set a different value.
 
 --peer also times the training step of other implementations of GPT-2, with
-AdamW. The models take turns, for 3 rounds of --steps steps, so that another
-program on the machine slows down all models equally. Each model runs in its own
-process and prints its own row. The peers first compute all logits, then the
-loss:
+AdamW. There are 3 rounds, and in each round, each model runs --steps steps. So
+another program on the machine slows down all models equally. Each model runs in
+its own process and prints its own row. The peers first compute all logits, and
+then the loss:
 
-- transformers: the GPT-2 of Hugging Face (pip install transformers).
+- transformers: Hugging Face's GPT-2 (pip install transformers).
 - plain: our model, with the output layer and the loss of build-nanogpt.
 
-After the settings, the row shows
+After the settings, the row shows:
 
 - the median time of a step, and the times of the fastest and the slowest step,
 - the tokens per second, summed over all processes,
@@ -23,7 +23,8 @@ After the settings, the row shows
 - the fraction of the GPU's peak FLOPs per second (data sheet), if known,
 - the peak memory of one process (on a GPU, only the memory of its tensors),
 - the time of the first step. If --batch_size is given, this time includes
-  compilation; otherwise, the search for a batch size has compiled the model.
+  compilation. Otherwise, the search for a batch size has already compiled the
+  model.
 """
 
 import math
@@ -98,7 +99,10 @@ def shared_config():
 
 
 class Peer(torch.nn.Module):
-    """Another implementation of GPT-2. First computes all logits, then the cross-entropy."""
+    """Another implementation of GPT-2. It first computes all logits, and then the cross-entropy.
+
+    name: "transformers" or "plain". config: a GPTConfig.
+    """
 
     def __init__(self, name, config):
         super().__init__()
@@ -107,7 +111,7 @@ class Peer(torch.nn.Module):
             self.model = GPT(replace(config, vocab_size=n_rows))
         else:
             hf = require("transformers")
-            # use_cache is False, because only generation needs a KV cache.
+            # use_cache is False, because training needs no KV cache.
             hf_config = hf.GPT2Config(
                 **vars(config), n_positions=config.block_size, use_cache=False
             )
@@ -157,7 +161,7 @@ class Subject:
         return self.B * self.T * self.process.world_size
 
     def time_step(self):
-        """Takes a training step -> its time in seconds. Raises UserError if memory runs out."""
+        """Takes a training step. Returns its seconds. Raises UserError if memory runs out."""
         begin = time.perf_counter()
         with batch_size_advice(self.B):
             # train_step returns only after the device has finished all work of the step.
@@ -166,9 +170,10 @@ class Subject:
 
 
 def make_subject(name, given):
-    """Builds our model or a peer, and random data -> Subject. Raises UserError.
+    """Builds a model and random data. Returns a Subject.
 
-    given: {name: value} of the flags on the command line.
+    name: OURS, or the name of a peer. given: {name: value} of the flags on the command line. Raises
+    UserError if a flag has a wrong value, or if memory runs out.
     """
     bench = pick(BenchConfig, given)
     values = {**PRESETS[bench.preset], **given}
@@ -241,7 +246,7 @@ def describe(subject, first, seconds):
 
 
 def name_attention(subject):
-    """Returns a line that names PyTorch's attention kernel on this GPU, and the cuDNN version."""
+    """Returns the name of PyTorch's attention kernel on this GPU, and cuDNN's version, as text."""
     config = subject.training.raw_model.config
     shape = (subject.B, config.n_head, subject.T, config.n_embd // config.n_head)
     q = torch.empty(shape, device=subject.process.device, dtype=subject.process.dtype)
@@ -261,7 +266,10 @@ def profile_step(subject):
 
 
 def compare(names, given):
-    """Times models in turn, each in its own process. Prints their rows."""
+    """Times several models, each in its own process. Prints a row for each model.
+
+    Only one model runs at a time. names: OURS and the peers. given: as in make_subject.
+    """
     _, _, world_size = read_ranks()
     if world_size > 1:
         raise UserError(f"--peer {names[-1]}: needs a single process; do not use torchrun")
@@ -274,7 +282,7 @@ def compare(names, given):
         worker = context.Process(target=serve, args=(name, given, other_end), daemon=True)
         worker.start()
         workers.append(worker)
-        other_end.close()  # so that `receive` fails if the worker ends
+        other_end.close()  # otherwise, `receive` would wait forever if the worker ended
         receive(pipe)  # waits for the first step of this worker before the next worker starts
         pipes.append(pipe)
     for _ in range(ROUNDS):
@@ -288,9 +296,9 @@ def compare(names, given):
 
 
 def receive(pipe):
-    """Returns what a worker sends.
+    """Returns what a worker sends through a pipe.
 
-    Raises the UserError that the worker sends, or a UserError if the worker has ended.
+    If the worker sends a UserError, raises it. If the worker has ended, raises a UserError, too.
     """
     try:
         found = pipe.recv()
@@ -302,7 +310,7 @@ def receive(pipe):
 
 
 def serve(name, given, pipe):
-    """Runs in a worker: times steps when `compare` requests a round, then sends the results."""
+    """Runs in a worker. Times steps in each round that `compare` requests, then sends a row."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process, then this worker
     try:
         subject = make_subject(name, given)

@@ -80,7 +80,7 @@ class Task:
 
 
 def load(path, limit=0, **options):
-    """Loads a bundle -> Examples of all its tasks, in order.
+    """Loads a bundle. Returns the Examples of all its tasks, in order.
 
     path, limit: the values of --data and --limit, which mean the same as --bundle and
     --max_per_task. options: the fields of Options.
@@ -100,9 +100,10 @@ def load(path, limit=0, **options):
 
 
 def find_tasks(path, names):
-    """Finds the Tasks of a directory with core.yaml, or of a file.
+    """Returns a list of the Tasks in a bundle.
 
-    names: the value of --tasks, or None for all tasks.
+    path: a directory with core.yaml, or a .jsonl file. names: the value of --tasks, or None for all
+    tasks.
     """
     if kind_of(path) == ".jsonl":
         return [Task(path.stem, path)]
@@ -122,7 +123,7 @@ def find_tasks(path, names):
 
 
 def read_chances(path):
-    """Reads eval_meta_data.csv -> {label of a task: chance accuracy}."""
+    """Returns the chance accuracies in eval_meta_data.csv: {label of a task: accuracy, 0 to 1}."""
     chances = {}
     with reading(path):
         for row in read_records([path], ("Eval Task", "Random baseline")):
@@ -134,7 +135,7 @@ def read_chances(path):
 
 
 def read_tasks(path, chances):
-    """Reads core.yaml -> {label: Task}. chances: see read_chances."""
+    """Returns the Tasks in core.yaml: {label: Task}. chances: the result of read_chances."""
     tasks = {}
     with reading(path):
         for task in yaml.safe_load(path.read_text("utf-8"))["icl_tasks"]:
@@ -165,7 +166,7 @@ def read_tasks(path, chances):
 
 
 def load_task(task, options):
-    """Loads a Task -> Examples of its items."""
+    """Returns the Examples of a Task's items. options: an Options."""
     items = list(read_records([task.file], COLUMNS))
     random.Random(1337).shuffle(items)
     items = items[: options.max_per_task or None]
@@ -180,7 +181,8 @@ def load_task(task, options):
     solved = [prompts(example)[example.label] + "\n\n" for example in examples]
     complete = []
     for i, (example, item) in enumerate(zip(examples, items)):
-        # nanochat samples from a list of all other items. Sampling indices selects the same items.
+        # nanochat samples from a list of all other items. This line samples indices of that list,
+        # so it selects the same items.
         drawn = random.Random(1234 + i).sample(range(len(items) - 1), n_shots)
         shots = tuple(solved[j if j < i else j + 1] for j in drawn)
         facts = dict(task=task.label, item=i, where=item["where"], chance=chance)
@@ -189,7 +191,7 @@ def load_task(task, options):
 
 
 def mean_chance(examples):
-    """Returns the chance accuracy, averaged over items. Items of language_modeling count as 0."""
+    """Returns the mean chance accuracy of the items. It is 0 for an item of language_modeling."""
     chances = []
     for example in examples:
         is_choice = example.kind != "language_modeling"
@@ -207,7 +209,7 @@ def make_example(item, delimiter, kind=None):
     example = make(item, delimiter)
     if not 0 <= example.label < len(example):
         raise bad_record(item, f"gold {example.label}: must be from 0 to {len(example) - 1}")
-    # A single choice cannot be compared with other choices, so the model must generate this choice.
+    # If there is only one choice, it cannot be compared with others, so the model must generate it.
     return replace(example, kind=kind if len(example) > 1 else "language_modeling")
 
 
@@ -221,7 +223,7 @@ def find_kind(item):
 
 
 def prompts(example):
-    """Returns all prompts: each contains the solved examples, a context and an ending."""
+    """Returns all prompts. Each of them contains the solved examples, a context and an ending."""
     shots = "".join(example.shots)
     return [shots + context + ending for context in example.contexts for ending in example.endings]
 
@@ -243,7 +245,7 @@ def make_multiple_choice(item, delimiter):
 
 
 def split_multiple_choice(example, encode):
-    """Yields the same as prompt_ids. The context is the common prefix of all prompts."""
+    """Yields what prompt_ids yields. The context is the common prefix of all encoded prompts."""
     ids = [encode(prompt) for prompt in prompts(example)]
     n = len(os.path.commonprefix(ids))  # commonprefix also accepts lists
     yield ids[0][:n], [prompt[n:] for prompt in ids]
@@ -261,7 +263,7 @@ def make_schema(item, delimiter):
 
 
 def split_schema(example, encode):
-    """Yields the same as prompt_ids. The ending is the common suffix of all prompts."""
+    """Yields what prompt_ids yields. The ending is the common suffix of all encoded prompts."""
     ids = [encode(prompt) for prompt in prompts(example)]
     n = len(os.path.commonprefix([prompt[::-1] for prompt in ids]))
     for prompt in ids:
@@ -279,11 +281,11 @@ def make_language_modeling(item, delimiter):
 
 
 def split_language_modeling(example, encode):
-    """Yields the same as prompt_ids.
+    """Yields what prompt_ids yields.
 
     The context is the common prefix of two encoded texts: the whole prompt, and the prompt without
-    its ending. Raises UserError if no ids are left for the ending. In this case, nanochat stops as
-    well.
+    its ending. Raises UserError if no ids are left for the ending. In this case, nanochat stops
+    with an error, too.
     """
     (prompt,) = prompts(example)
     before = prompt.removesuffix(example.endings[0]).rstrip()

@@ -1,4 +1,5 @@
-"""Does a change help? Trains models with and without it, compares their losses.
+"""Does a change help? Trains models with and without the change, and compares
+their losses.
 
   python experiment.py                            tests your changes since the
                                                   last commit
@@ -83,7 +84,7 @@ from plaingpt.terminal import print0, print_result
 
 import numpy as np
 
-# A ledger is a list of experiments. The first ledger is from docs/experiments.md.
+# A ledger is a list of experiments. docs/experiments.md describes the experiments of the first one.
 LEDGERS = (CLONE / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
 STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 HEAD_SIZE = 32  # channels per head, at every size: a different head size would be a second change
@@ -125,9 +126,10 @@ class ExperimentConfig:
 
 
 def choose_rates(programs, rates, at_once):
-    """Returns [base, change], each with the learning rate that gave it the lowest loss.
+    """Returns [base, change], each with the learning rate at which it has the lowest loss.
 
-    The runs that try the learning rates use the seed 0, which no other run uses.
+    Trains a run at each learning rate, with the seed 0, which no other run uses. programs: [base,
+    change], as `probe` returns them. rates: the learning rates to try.
     """
     chosen = []
     for program in programs:
@@ -150,7 +152,7 @@ def compare(programs, rates, config, ledger, entry):
     """Trains the missing runs, and adds the facts of the verdict to the entry of the ledger.
 
     programs: [base, change], as `probe` returns them. rates: learning rates to try, or None. If
-    this function raises UserError, the dict `entry` keeps the facts that were already added.
+    this function raises UserError, the dict `entry` keeps the facts that it has already added.
     """
     if rates:
         programs = choose_rates(programs, rates, config.at_once)
@@ -170,7 +172,7 @@ def compare(programs, rates, config, ledger, entry):
             entry.update(verdict="invalid", reason=f"{reason} by {later:.2%} of the largest logit")
             return
     entry.update(compare_losses(base_losses, losses, config.delta))
-    # The ratio is correct only if the machine was equally busy during both programs.
+    # The ratio is correct only if the machine was equally busy during the runs of both programs.
     speeds = []  # tokens per second
     for program, own in zip(programs, seeds):
         logs = [read_streams(program.place(seed) / "log.txt")["tok_s"].values() for seed in own]
@@ -219,7 +221,10 @@ def compare_sizes(programs, config, ledger, entry):
 
 
 def check_sizes(sizes, more):
-    """Raises UserError for a wrong --sizes, or if `more`, the flags after --, sets such a value."""
+    """Raises UserError if --sizes has a wrong value, or if a flag sets what --sizes sets.
+
+    sizes: the value of --sizes. more: the flags after --.
+    """
     if len({*sizes}) < 2 or any(size % HEAD_SIZE for size in sizes):
         raise UserError(f"--sizes: give at least two multiples of {HEAD_SIZE} channels")
     for name in ("n_embd", "n_head", "max_steps", "warmup_steps", "max_lr"):
@@ -263,8 +268,8 @@ def main():
     lock(LAB, "experiments in")  # until the program ends
     if config.json and os.path.isfile(config.json):
         with writing(config.json), open_output(config.json):
-            pass  # empties the file, so that it contains no old verdict if this program is stopped
-    os.environ["OMP_NUM_THREADS"] = "1"  # for each run
+            pass  # empties the file: if this program is stopped, the file contains no old verdict
+    os.environ["OMP_NUM_THREADS"] = "1"  # each run uses one thread
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     copies = [LAB / "base", LAB / "change"]
     try:

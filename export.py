@@ -63,9 +63,10 @@ class ExportConfig:
 
 
 def check_directory(output, source):
-    """Raises UserError if an export to `output` would replace other files or an edited model card.
+    """Raises UserError if an export to `output` would replace files that are not an export.
 
-    output: the directory to write. source: the path of the checkpoint.
+    Raises UserError, too, if `output` is also the source, or if a user has edited the model card
+    there. output: the directory to write. source: the path of the checkpoint.
     """
     if output.resolve() == source.resolve():
         raise UserError(f"--output {output}: is also an input; give another directory")
@@ -79,18 +80,21 @@ def check_directory(output, source):
 
 
 def sign(card):
-    """Appends a checksum to the text of a model card, so that is_edited can detect an edit."""
+    """Returns the text of a model card with a checksum at its end. is_edited reads the checksum."""
     return f"{card}\n<!-- export.py, CRC-32 {zlib.crc32(card.encode()):08x} -->\n"
 
 
 def is_edited(signed):
-    """Returns whether somebody has changed the text of a model card since export.py wrote it."""
+    """Returns whether a model card has changed since export.py wrote it.
+
+    signed: the text of its README.md. If it has not changed, it ends with the checksum of `sign`.
+    """
     card, _, _ = signed.rpartition("\n<!-- export.py")
     return sign(card) != signed
 
 
 def make_card(source, model, tokenizer, config):
-    """Returns the text of the model card. source: the path of the checkpoint."""
+    """Returns the text of the model card. source: the path of the checkpoint. config: the flags."""
     facts = asdict(model.config)
     run_json = read_facts(source.with_name("run.json"))
     known = run_json["train_config"] | run_json  # the dtype in run_json is never "auto"

@@ -16,9 +16,9 @@ the same command again. fineweb.py skips and counts damaged records, and shows
 the first 5 of them. With --strict, it stops at the first damaged record.
 """
 
-# plaingpt/documents.py reads a stream of documents. Threads tokenize batches of documents. The
-# main thread writes the shards. The shards of FineWeb-Edu are byte-identical to the shards of
-# build-nanogpt.
+# plaingpt/documents.py reads a stream of documents. Several threads tokenize batches of documents.
+# The main thread writes the shards. The shards of FineWeb-Edu are byte-identical to the shards that
+# build-nanogpt writes.
 
 import contextlib
 import itertools
@@ -58,7 +58,7 @@ SHOWN = 5  # number of damaged records that are shown
 @dataclass
 class ShardConfig:
     input: list[str] | None = flag(
-        None, "your own text: files, directories, or patterns in quotation marks"
+        None, "your own text: files, directories, or quoted glob patterns"
     )
     dataset: str = flag(FINEWEB, "data set on the hub: Hugging Face or HF_ENDPOINT", either=True)
     name: str | None = flag(None, "configuration of --dataset [FineWeb-Edu: sample-10BT]")
@@ -75,14 +75,16 @@ class ShardConfig:
 
 
 def read_progress(directory, name, settings):
-    """Reads the description of the shards in a directory from meta.json -> facts.
+    """Returns a dict of facts that describes the shards in a directory: the contents of meta.json.
 
     If the directory contains neither shards nor a file that fineweb.py would replace, returns the
-    facts of an empty directory.
+    facts of an empty directory. Raises UserError if a shard is missing, or if the shards were made
+    with different settings.
 
-    settings: the settings that must not change when a run continues. facts["next"] says where the
-    next shard begins: [n, m] means that the earlier shards contain the first n documents, and then
-    m tokens of the documents that follow. None means that no documents are left.
+    name: the name of new shards. settings: the settings that must not change when fineweb.py
+    continues. facts["next"] says where the next shard begins: [n, m] means that the earlier shards
+    contain the first n documents, and then m tokens of the documents that follow. None means that
+    no documents are left.
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
     replaced = {"meta.json", "progress.json", "tokenizer.json"} & set(os.listdir(directory))
@@ -104,10 +106,10 @@ def read_progress(directory, name, settings):
 
 
 def save_shard(directory, facts, parts, following, tokenizer):
-    """Writes the next shard. Writes progress.json before the shard and again after it.
+    """Writes the next shard. Writes progress.json before the shard, and again after it.
 
-    parts: arrays that contain the tokens of the shard. following: the value of facts["next"] after
-    this shard.
+    facts: as in read_progress; changed in place. parts: arrays that contain the tokens of the
+    shard. following: the value of facts["next"] after this shard.
     """
     index = facts["shards"]
     split = "val" if index < facts["val_shards"] else "train"
@@ -127,7 +129,7 @@ def save_shard(directory, facts, parts, following, tokenizer):
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(parts)
     # If the tokenizer has no special ids, end_of_text is a line break. Documents may contain line
-    # breaks too, so the number of line breaks is not the number of documents.
+    # breaks, so their number is not the number of documents.
     if tokenizer.special:
         facts["documents"] += sum(int((part == tokenizer.end_of_text).sum()) for part in parts)
     facts.update(shards=index + 1, tokens=facts["tokens"] + n_tokens, next=following)
@@ -153,10 +155,10 @@ def make_batches(documents):
 
 
 def encode_batch(batch, tokenizer):
-    """Encodes Documents -> (batch, tokens).
+    """Encodes the Documents of a batch. Returns (batch, tokens).
 
-    tokens: (n,), with end_of_text before each document, but not before a Document that is the
-    continuation of an earlier Document.
+    tokens: (n,), with end_of_text before each Document, but not before a Document that continues an
+    earlier Document.
     """
     good = [document for document in batch if document.text is not None]
     tokens = tokenizer.encode_documents([document.text for document in good])
@@ -166,7 +168,7 @@ def encode_batch(batch, tokenizer):
 
 
 def encode_all(documents, tokenizer, n_threads):
-    """Yields the results of encode_batch in order. The threads tokenize a few batches ahead."""
+    """Yields the results of encode_batch in order. Threads encode a few batches ahead."""
     with ThreadPoolExecutor(n_threads) as pool:
         futures = (pool.submit(encode_batch, batch, tokenizer) for batch in make_batches(documents))
         running = [*itertools.islice(futures, 2 * n_threads)]
@@ -176,10 +178,10 @@ def encode_all(documents, tokenizer, n_threads):
 
 
 def skip_damaged(batch, n_before, strict):
-    """Counts the damaged documents of a batch. Prints the first SHOWN damaged documents of a run.
+    """Returns the number of damaged Documents in a batch. Prints the first SHOWN of all batches.
 
-    n_before: the number of damaged documents before this batch. strict: if True, raises UserError
-    for the first damaged document.
+    n_before: the number of damaged Documents in earlier batches. strict: whether to raise UserError
+    if a Document is damaged.
     """
     damaged = [f"{each.where}: {each.problem}" for each in batch if each.problem]
     if damaged and strict:
@@ -190,7 +192,10 @@ def skip_damaged(batch, n_before, strict):
 
 
 def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
-    """Writes the shards that are not in the directory yet. n_bytes: the size of all files."""
+    """Writes the shards that are not in the directory yet. Updates `facts`, see read_progress.
+
+    paths, n_bytes: the files to read, and their total size.
+    """
     if facts["shards"]:
         print0(f"{directory} contains {facts['shards']} complete shards: continuing after them")
     # n_used: how many tokens of the next batch are already in earlier shards
@@ -224,7 +229,7 @@ def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
 
 
 def load_source(config):
-    """Finds the files of --input or --dataset -> (paths or URLs of the files, facts).
+    """Finds the files of --input or --dataset. Returns (paths or URLs of the files, facts).
 
     facts: the entries of meta.json that identify these files.
     """

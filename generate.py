@@ -68,7 +68,7 @@ class GenerateConfig:
 
 
 def tokenize_prompt(prompt, tokenizer, T):
-    """Encodes a prompt as at most T ids; the first id is end_of_text."""
+    """Returns the ids of a prompt, after an end_of_text. Raises UserError for more than T ids."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
     note_unknown(tokenizer, [ids], "the prompt")
     if len(ids) > T:
@@ -77,7 +77,10 @@ def tokenize_prompt(prompt, tokenizer, T):
 
 
 def read_prompts(path):
-    """Reads the field prompt of records, or a text file with one prompt per line -> prompts."""
+    """Returns the prompts in a file, as a list of strings.
+
+    The file contains records with the field prompt, or it is a text file with one prompt per line.
+    """
     if kind_of(path) in RECORDS:
         return [get_fields(record, prompt=str)[0] for record in read_records([path], ["prompt"])]
     with (
@@ -90,7 +93,7 @@ def read_prompts(path):
 
 
 def ask_prompts(tokenizer, T):
-    """Yields the prompts that a user types, as lists of at most T ids, until Ctrl-D."""
+    """Yields the ids of each prompt that a user types, at most T ids, until Ctrl-D."""
     # With readline, a user can edit a line with the arrow keys. Windows has no readline.
     with suppress(ImportError):
         import readline  # noqa: F401
@@ -106,13 +109,13 @@ def ask_prompts(tokenizer, T):
 
 
 def decode_new(ids, n_prompt, tokenizer, config):
-    """Decodes the ids after the prompt, up to end_of_text or --stop -> (text, ended).
+    """Decodes the ids after the prompt, up to end_of_text or --stop. Returns (text, ended).
 
     n_prompt: the number of ids of the prompt. ended: whether end_of_text or --stop ends the text.
     """
     prompt = ids[1:n_prompt]
     new = ids[n_prompt:]
-    # With the tokenizer "bytes", end_of_text is a line break, and line breaks do not end a text.
+    # For the tokenizer "bytes", end_of_text is a line break, which may occur within a text.
     ended = tokenizer.source != "bytes" and tokenizer.end_of_text in new and not config.ignore_end
     if ended:
         new = new[: new.index(tokenizer.end_of_text)]
@@ -123,11 +126,11 @@ def decode_new(ids, n_prompt, tokenizer, config):
 
 
 def write_texts(model, tokenizer, ids, config, seed):
-    """Generates num_samples texts from a prompt and prints them.
+    """Generates num_samples texts from a prompt, and prints them.
 
-    The first text is printed while the model generates it. ids: the ids of the prompt, with
-    end_of_text first. Returns {"prompt": prompt, "texts": list of prompt + generated text}. In
-    interactive mode, Ctrl-C ends the texts.
+    Prints the first text while the model generates it. In interactive mode, Ctrl-C ends the texts.
+    ids: the ids of the prompt, after an end_of_text. seed: the random seed. Returns {"prompt":
+    prompt, "texts": [prompt + generated text]}.
     """
     n = config.num_samples
     prompt = tokenizer.decode(ids[1:])

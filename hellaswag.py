@@ -20,9 +20,10 @@ How the accuracy is computed:
   2. The log-likelihood of the ending is the sum of ln p over its tokens. p is
      the probability of a token, given the context and the tokens before it;
      -ln p is the loss of the token.
-  3. It is divided by the length of the ending: by its number of tokens in
-     acc_norm_token, of characters in acc_norm_char, of bytes in acc_norm_byte
-     (both without the space), and by 1 in acc. A run logs acc_norm_token.
+  3. The log-likelihood is divided by the length of the ending: by its number of
+     tokens in acc_norm_token, of characters in acc_norm_char, of bytes in
+     acc_norm_byte (both without the space), and by 1 in acc. A run logs
+     acc_norm_token.
   4. The model's answer is the ending with the highest result (argmax). The
      accuracy is the fraction of examples whose answer is the label.
 
@@ -45,12 +46,12 @@ from model import GPT
 @dataclass
 class Options:
     style: Literal["completion", "harness"] = flag(
-        "completion", "prompt format: of build-nanogpt (completion) or of EleutherAI's harness"
+        "completion", "prompt format: build-nanogpt's (completion) or EleutherAI's (harness)"
     )
 
 
 def examples(records, style=Options.style):
-    """Turns each record into an Example."""
+    """Turns each record into an Example with four endings. style: the value of --style."""
     for record in records:
         endings, context, label = get_fields(record, endings=list, ctx=str, label=int | str)
         if style == "harness":
@@ -61,13 +62,13 @@ def examples(records, style=Options.style):
 
 
 def clean(text):
-    """Removes WikiHow's markup, such as [header] and [step], as the harness does."""
+    """Removes WikiHow's markup, such as [header] and [step], as EleutherAI's harness does."""
     text, bracket, rest = text.strip().replace(" [title]", ". ").rpartition("]")
     return (re.sub(r"\[.*?\]", "", text + bracket) + rest).replace("  ", " ")
 
 
 def report(examples, scores):
-    """Computes four accuracies. Each divides the log-likelihoods by a different length."""
+    """Computes four accuracies. Each of them divides the log-likelihoods by a different length."""
     # The space at the start of an ending does not count as a character or byte.
     chars = [len(ending) - 1 for example in examples for ending in example.endings]
     lengths = dict(

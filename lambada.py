@@ -26,7 +26,7 @@ def examples(records):
     for record in records:
         text = get_fields(record, text=str)[0].rstrip("\r\n")
         if record["text"] and not text:
-            continue  # this is an empty line of a text file
+            continue  # the record is an empty line of a text file
         context, _, word = text.rpartition(" ")
         if not word.strip():
             raise bad_record(record, f"no word at the end of {text[-20:]!r}")
@@ -34,7 +34,7 @@ def examples(records):
 
 
 def report(examples, scores):
-    """Computes the metrics for predicting the last word of each passage."""
+    """Computes the metrics from the predictions of the last word of each passage."""
     return dict(
         acc=float(scores.greedy.mean()),
         last_token_acc=float(scores.last_greedy.mean()),

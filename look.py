@@ -13,9 +13,9 @@ keep all checkpoints, train the run with --keep 0.) For two runs, the slider
 contains the steps at which both runs saved a checkpoint, and the page shows the
 tokens whose losses differ most between the runs.
 
-For a small model with byte tokens, such as the baby, the page also contains the
-weights, and runs the model on a text that you type. --no-live omits the
-weights.
+For a small model with byte tokens, such as --preset baby, the page also
+contains the weights, and runs the model on a text that you type. --no-live
+omits the weights.
 
 --text is the text itself, or a file: a UTF-8 text file, or .jsonl, .json or
 .csv with pairs of prompt and response.
@@ -119,7 +119,7 @@ def find_runs(places, model):
 
 
 def choose_snapshots(runs, n):
-    """Chooses at most n evenly spaced snapshots, including the last one -> list of names.
+    """Returns the names of at most n evenly spaced snapshots, including the last snapshot.
 
     For two runs, chooses among the steps at which both runs have a snapshot. If there are no such
     steps, returns [None], which means the last snapshot of each run.
@@ -135,10 +135,10 @@ def choose_snapshots(runs, n):
 
 @contextlib.contextmanager
 def own_class(run):
-    """Context manager that sets run.GPT to the class with which the run was trained.
+    """Context manager that sets run.GPT to the class GPT with which the run was trained.
 
-    The class is from model.py at the commit of the run, with the run's changes.patch. All other
-    code is from this clone.
+    This class is from the model.py at the commit of the run, with the run's changes.patch. All
+    other code is from this clone.
     """
     facts = read_facts(run.directory / "run.json")
     if not facts.get("git_commit"):
@@ -173,9 +173,9 @@ def import_file(path, name):
 
 
 def read_text(given, tokenizer, n):
-    """Reads --text -> Text of at most n + 1 ids, the first of which is end_of_text.
+    """Returns the Text that --text names. It has at most n + 1 ids, the first is end_of_text.
 
-    given: the value of --text.
+    given: the value of --text, which is a text or the path of a file.
     """
     is_file = os.path.isfile(given)
     if is_file and kind_of(Path(given)) in RECORDS:
@@ -199,7 +199,7 @@ def read_text(given, tokenizer, n):
 
 
 def note_cut(n_tokens, n):
-    """Returns, and prints, a note if a text is longer than n tokens; otherwise, returns ""."""
+    """Prints and returns a note if a text is longer than n tokens. Otherwise, returns ""."""
     if n_tokens <= n:
         return ""
     note = f"The text has {n_tokens:,} tokens. The page shows the first {n:,}."
@@ -208,7 +208,7 @@ def note_cut(n_tokens, n):
 
 
 def read_pairs_of_page(path, tokenizer, n):
-    """Reads the first pairs of a file as training does, up to n tokens -> Text."""
+    """Returns the first pairs of a file, up to n tokens, as a Text with the ids of training."""
     pairs = []
     size = 0
     for record in read_records([path], columns=("prompt", "response")):
@@ -226,10 +226,10 @@ def read_pairs_of_page(path, tokenizer, n):
 
 
 def write_sample(model, tokenizer, text, n):
-    """Generates n tokens -> the prompt and the generated text.
+    """Generates n tokens. Returns the prompt and the generated text, as one string.
 
-    text: the Text of the page. For pairs, the prompt is the first prompt; otherwise, it is empty.
-    The sampling options are the defaults of generate.py.
+    text: the Text of the page. If it contains pairs, the prompt is the first prompt. Otherwise, the
+    prompt is empty. The sampling options are the defaults of generate.py.
     """
     options = GenerateConfig()
     n_prompt = text.counted.index(True) if text.counted else 1
@@ -243,21 +243,24 @@ def write_sample(model, tokenizer, text, n):
 
 
 def find_own_snapshot(run, snapshot):
-    """Returns `snapshot` if the run contains it, or else the name of the run's last snapshot."""
+    """Returns `snapshot` if the run contains it. Otherwise, returns the run's last snapshot.
+
+    A snapshot is the name of a checkpoint, a key of run.checkpoints.
+    """
     return snapshot if snapshot in run.checkpoints else list(run.checkpoints)[-1]
 
 
 def load(run, snapshot, process):
-    """Loads a checkpoint of a run -> (GPT on the device, Tokenizer).
+    """Loads a checkpoint of a run. Returns (GPT on the device, Tokenizer).
 
-    snapshot: the name of the snapshot, or None, as in find_own_snapshot.
+    snapshot: its name. If the run does not contain this name, loads the last checkpoint.
     """
     model, tokenizer = load_model(str(run.checkpoints[find_own_snapshot(run, snapshot)]), run.GPT)
     return model.to(process.device), tokenizer
 
 
 def describe(run, snapshot, model):
-    """Returns a description of a run's model for the page. snapshot: as in find_own_snapshot."""
+    """Returns a text that describes a run's model on the page. snapshot: as in `load`."""
     c = model.config
     n_parameters = sum(p.numel() for p in model.parameters())
     size = f"{n_parameters:,} parameters, {c.n_layer} blocks of {c.n_head} heads"
@@ -266,9 +269,10 @@ def describe(run, snapshot, model):
 
 
 def look_at_all(runs, config, process):
-    """Records all snapshots of the runs -> (Text, Snapshots, newest).
+    """Records what all snapshots of the runs do with the text.
 
-    newest: (GPT, Tokenizer) of the last checkpoint of each run.
+    Returns (Text, list of Snapshots, newest). newest: a list with (GPT, Tokenizer) of the last
+    checkpoint of each run.
     """
     newest = [load(run, None, process) for run in runs]
     tokenizer = newest[0][1]
@@ -299,7 +303,7 @@ def look_at_all(runs, config, process):
 
 
 def describe_live(config, newest, text):
-    """Returns the argument `live` of build_page. newest: as in look_at_all. text: a Text."""
+    """Returns the argument `live` of build_page. newest: from look_at_all. text: the Text."""
     model, tokenizer = newest[0]
     why = find_reason(model, tokenizer, len(newest)) if config.live else "--no-live was given"
     if why:

@@ -34,7 +34,8 @@ from plaingpt.terminal import print0, print_result
 
 import numpy as np
 
-# The panels in their order, with the labels of their y axes. Other streams follow, in new panels.
+# {panel: label of its y axis}, in the order of the picture. A stream that belongs to none of these
+# panels gets its own panel after them.
 PANELS = dict(
     loss="loss (nats per token)",
     bpb="bits per byte",
@@ -56,18 +57,18 @@ SCORES = dict(
     wikitext={"GPT-2 124M": 37.37},
 )
 LARGEST = 1e100  # matplotlib's axis limits would overflow for values near 1e308
-LOSSES = {"train": "training", "val": "validation"}  # the streams of the panel loss: their labels
+LOSSES = {"train": "training", "val": "validation"}  # {stream of the panel loss: label of its line}
 
 
 @dataclass
 class PlotConfig:
     output: str = flag("plot.png", "picture to write: .png, .svg or .pdf")
-    x: Literal["steps", "tokens"] = flag("steps", "what the horizontal axis shows")
+    x: Literal["steps", "tokens"] = flag("steps", "unit of the horizontal axis")
     panels: list[str] | None = flag(None, "panels to draw, such as loss, norm or hella [all]")
 
 
 def read_run(directory):
-    """Reads a run directory -> ({stream: {step: value}}, facts of run.json)."""
+    """Reads a run directory. Returns ({stream: {step: value}}, contents of run.json)."""
     streams = read_streams(Path(directory, "log.txt"))
     if not streams.keys() - {"tokens"}:
         raise UserError(f"{directory}: has no log.txt with values; give a run, such as log/baby")
@@ -75,9 +76,10 @@ def read_run(directory):
 
 
 def group_runs(runs):
-    """Groups {directory: run} -> {group: list of runs}. The group rms contains rms-1 and rms-2.
+    """Groups runs by their names and settings. For example, rms-1 and rms-2 form the group rms.
 
-    A run is (streams, facts), as read_run returns it.
+    runs: {directory: run}. A run is (streams, facts), as read_run returns it. Returns {name of the
+    group: list of runs}.
     """
     ignored = {"seed", *CHANGE_NO_LOSS}  # settings that may differ within a group
     groups = {}  # {(stem of the names, settings): {directory: run}}
@@ -100,9 +102,9 @@ def group_runs(runs):
 
 
 def validation_of(facts):
-    """Returns the settings that a validation loss depends on besides the model: {name: value}.
+    """Returns the settings that make validation losses comparable if they are equal: {name: value}.
 
-    facts: as read_facts returns them. The result omits settings that are missing in the facts.
+    facts: the result of read_facts. Settings that are missing in the facts are omitted.
     """
     known = {**facts["train_config"], **facts["model_config"], **facts["fingerprints"]}
     known["tokenizer"] = facts.get("tokenizer")  # train_config contains only the flag's value
@@ -113,7 +115,7 @@ def validation_of(facts):
 def compare_groups(groups):
     """Returns the rows of a table: final validation losses, and differences from the first group.
 
-    If no run has a validation loss, returns []. groups: as group_runs returns them.
+    If no run has a validation loss, returns []. groups: the result of group_runs.
     """
     rows = [("group", "runs", "step", "val loss", "difference", "95 % interval")]
     first_losses = []  # losses of the first group
@@ -159,7 +161,7 @@ def compare_groups(groups):
 
 
 def legend_label(name):
-    """Escapes a name for matplotlib's legend.
+    """Returns a name in a form that matplotlib's legend shows unchanged.
 
     A legend omits names that begin with "_", and "$" starts a formula.
     """
@@ -167,9 +169,9 @@ def legend_label(name):
 
 
 def running_mean(values):
-    """Returns the running mean: each value becomes the mean of the last 1 % of the run up to it.
+    """Returns the running mean: the mean of each value and the values shortly before it.
 
-    Ignores values that are not finite.
+    The window is 1 % of the run. Values that are not finite are ignored.
     """
     window = np.ones(max(1, len(values) // 100))
     finite = np.isfinite(values)
@@ -179,10 +181,10 @@ def running_mean(values):
 
 
 def split_stream(stream):
-    """Splits the name of a layer's stream, such as grad_11, into ("grad", 11).
+    """Splits the name of a stream that belongs to a layer, such as grad_11, into ("grad", 11).
 
     Returns (stream, None) for all other streams. A stream that begins with val_ or bpb_ ends with
-    the name of a data set, which may contain any number. A number with four digits is a year,
+    the name of a data set, which may end with any number. A number with four digits is not a layer,
     because models have at most 1000 layers.
     """
     found = re.fullmatch(r"(.+)_(\d{1,3})", stream)
@@ -197,8 +199,12 @@ def panel_of(stream):
 
 
 def draw_group(panels, name, color, runs, x_kind):
-    """Draws the streams of a group into {panel: Axes}. x_kind: "steps" or "tokens"."""
-    # {step: tokens consumed before this step}. log.txt contains the count after each step.
+    """Draws the streams of a group into panels.
+
+    panels: {name: matplotlib Axes}. name, color: the label and the color of the group. runs: the
+    streams of each run. x_kind: "steps" or "tokens".
+    """
+    # {step: number of tokens before this step}. log.txt contains the number after each step.
     tokens = {step + 1: count for step, count in runs[0].get("tokens", {}).items()}
     for stream in runs[0]:
         panel = panels.get(panel_of(stream))  # the stream "tokens" has no panel
@@ -262,9 +268,10 @@ def fit_to_the_end(panel):
 
 
 def draw(runs, x, wanted=None):
-    """Draws runs, {directory: (streams, facts)} -> a matplotlib Figure.
+    """Draws runs. Returns a matplotlib Figure.
 
-    x: "steps" or "tokens". wanted: names of the panels to draw, or None for all panels.
+    runs: {directory: run}, as in group_runs. x: "steps" or "tokens". wanted: names of the panels to
+    draw, or None for all panels.
     """
     names = find_panels(runs)
     if missing := [name for name in wanted or [] if name not in names]:
@@ -329,10 +336,11 @@ def draw_score(panel, model, score):
 
 
 def draw_sizes(entry, place):
-    """Draws a verdict of experiment.py --sizes -> a matplotlib Figure.
+    """Draws a verdict of experiment.py --sizes. Returns a matplotlib Figure.
 
-    Draws the losses of the base and of the change over the compute of the base: mean and standard
-    deviation of the runs. entry: the verdict. place: the path of its file, for error messages.
+    The figure shows the losses of the base and of the change over the compute of the base: the mean
+    and the standard deviation of the runs at each size. entry: the verdict. place: the path of its
+    file, for error messages.
     """
     if "worth" not in entry:
         raise UserError(f"{place}: is not a verdict of experiment.py --sizes; give its --json file")

@@ -57,7 +57,7 @@ def unify_names(record):
 
 
 def report(examples, scores):
-    """Computes two accuracies: from log-likelihoods, and from log-likelihoods per token."""
+    """Computes two accuracies: one from log-likelihoods, one from log-likelihoods per token."""
     per_token = accuracy(examples, scores, scores.tokens)
     return dict(acc=accuracy(examples, scores), acc_norm_token=per_token)
 

@@ -4,8 +4,8 @@
   python fineweb.py --input 'corpus/*.txt' --tokenizer zh.json --output_dir zh
 
 --input accepts the same files as fineweb.py. The tokenizer is a byte-level BPE,
-so it can encode any text. The output is a tokenizer.json in the format of
-Hugging Face. This program needs a package: pip install tokenizers
+so it can encode any text. The output is a tokenizer.json in Hugging Face
+format. This program needs a package: pip install tokenizers
 """
 
 import heapq
@@ -27,7 +27,7 @@ PIECE = 10_000  # characters; read_sample splits documents into pieces of this s
 
 @dataclass
 class VocabularyConfig:
-    input: list[str] | None = flag(None, "files or quoted globs, as in fineweb.py")
+    input: list[str] | None = flag(None, "files or quoted glob patterns, as in fineweb.py")
     vocab_size: int = flag(32000, "vocabulary size; a small text yields fewer ids", above=256)
     output: str = flag("tokenizer.json", "file to write")
     text_key: str = flag("text", "field or column that contains the text")
@@ -77,7 +77,7 @@ def main(argv=None):
         length=len(texts),
         show_progress=sys.stderr.isatty(),
     )
-    library.add_special_tokens([END_OF_TEXT])  # END_OF_TEXT gets the last id
+    library.add_special_tokens([END_OF_TEXT])  # this token gets the last id
     source = library.to_str()
     write_json(config.output, json.loads(source))
     sample = "".join(texts[::20])

@@ -1,4 +1,4 @@
-"""Trains models that do not fit on one GPU, as train_gpt2.py does.
+"""Trains models that do not fit on one GPU. This program extends train_gpt2.py.
 
   torchrun --nproc_per_node=8 train_large.py --preset gpt3-6.7b
   torchrun --nproc_per_node=8 train_large.py --preset gpt3-13b --tp 2
@@ -74,7 +74,7 @@ def main(argv=None):
 
 
 def choose_training(config):
-    """Returns the class that trains a model with these flags."""
+    """Returns the class that trains a model with this LargeConfig."""
     return PipelineTraining if config.pp > 1 else ShardedTraining
 
 
@@ -88,7 +88,7 @@ class ShardedTraining(Training):
 
     @staticmethod
     def setup(config):
-        """Prepares PyTorch and the processes -> SplitProcess."""
+        """Prepares PyTorch and the processes. Returns a SplitProcess."""
         n_parts = config.tp * config.pp
         rank, _, world_size = read_ranks()
         if world_size == 1 or world_size % n_parts:
@@ -100,8 +100,8 @@ class ShardedTraining(Training):
         # Without this setting, NCCL warns about the messages between pipeline stages.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         process = Training.setup(config)
-        # Returns freed blocks of 128 KiB or more to the operating system. FSDP often frees whole
-        # tensors, and kept blocks would fragment the memory.
+        # glibc returns freed blocks of 128 KiB or more to the operating system again. FSDP often
+        # frees whole tensors, and if glibc kept their memory, the memory would fragment.
         keep_freed_memory(2**17)
         n_shares = world_size // n_parts
         print0(
@@ -127,7 +127,7 @@ class ShardedTraining(Training):
         return self.raw_model, self.raw_model.hidden  # split_model has compiled each block
 
     def fit_batch_size(self, T):
-        """Keeps batch_size. If one process ran out of memory, the others would wait for it."""
+        """Keeps batch_size, because if one process ran out of memory, the others would wait."""
 
     def sync_gradients(self, is_on):
         self.raw_model.set_requires_gradient_sync(is_on)  # a method of FSDP
@@ -176,7 +176,8 @@ class PipelineTraining(ShardedTraining):
         )
 
     def build(self, weights):
-        # The whole model, on the meta device: no stage knows all parameters.
+        # No stage contains all parameters, so each process also keeps the whole GPT, on the meta
+        # device.
         self.meta_gpt = make_whole_gpt(GPT, self.gpt_config)
         return super().build(weights)
 
@@ -187,12 +188,13 @@ class PipelineTraining(ShardedTraining):
         return self.meta_gpt.flops_per_token()
 
     def accumulate(self, micro_batches):
-        """Runs PyTorch's schedule, in which the stages process different micro-batches at a time.
+        """Runs PyTorch's schedule, in which each stage processes a different micro-batch at a time.
 
         FSDP averages the gradients in the last backward pass, and keeps the weights of the stage
         unsharded until then.
         """
-        # main has set the seed of this step. Each stage draws its own dropout masks.
+        # train_gpt2.main has set the same seed on all stages. The next line sets a different seed
+        # on each stage, because each stage draws its own dropout masks.
         torch.manual_seed(hash_numbers(torch.initial_seed(), self.raw_model.index))
         weights = self.loss_weights(micro_batches)
         metrics = self.raw_model(micro_batches, weights, self.scaler)
@@ -203,7 +205,7 @@ class PipelineTraining(ShardedTraining):
         return gradients.norm_of_pipeline(self.raw_model, parameters)
 
     def check_loss(self, loader):
-        """Checks a small GPT, because no stage has both the hidden states and the head."""
+        """Checks a small GPT, because no stage of the real GPT contains both embedding and head."""
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
             gpt = make_small_gpt(GPT, self.gpt_config, "--pp")

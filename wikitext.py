@@ -9,7 +9,7 @@ The 62 test articles come from the Hugging Face hub, or from a file whose name
 begins with "wiki", such as wiki.test.raw. WikiText puts spaces around
 punctuation marks (" old " ; 2 @,@ 000 m long). This program removes these
 spaces, as in the GPT-2 paper (section 3.1). The text of any other file is not
-changed: in a text file, <|endoftext|> separates the documents; in any other
+changed. In a text file, <|endoftext|> separates the documents. In any other
 file, such as .jsonl, each record is a document. The word perplexity divides the
 log-likelihood by the number of words in the unchanged text, so models with
 different tokenizers are comparable.
@@ -59,8 +59,8 @@ def examples(records, stride=Options.stride):
     records = list(records)
     is_wikitext = find_format(records)
     for page in pages(records, is_wikitext):
-        # This counts words as EleutherAI's harness does: white space at the start or at the end of
-        # the page adds an empty word.
+        # This counts words as EleutherAI's harness does: whitespace at the start or at the end of a
+        # page adds an empty word.
         n_words = len(re.split(r"\s+", page))
         facts = dict(words=n_words, bytes_before=len(page.encode()))
         text = detokenize(page) if is_wikitext else page
@@ -68,7 +68,11 @@ def examples(records, stride=Options.stride):
 
 
 def find_format(records):
-    """Returns whether the records are lines of WikiText, from the file's name and the titles."""
+    """Returns whether the records are lines of WikiText.
+
+    They are if the first title, a line such as " = Title = ", is in a file whose name begins with
+    "wiki". If the file has a different name, prints a note.
+    """
     for record in records:
         (text,) = get_fields(record, text=str)
         if re.match(rf"(?m){TITLE}", text.lstrip()):
@@ -85,8 +89,8 @@ def find_format(records):
 def pages(records, is_wikitext):
     """Yields the articles of WikiText, or the documents of any other text.
 
-    The lines of a text file are joined, and then split at <|endoftext|>. In any other file, each
-    record is a document. WikiText is always joined, and split before titles.
+    WikiText is joined, and then split before each title. The lines of a text file are joined, and
+    then split at <|endoftext|>. In any other file, each record is a document.
     """
     # clean_text replaces lone surrogates, which UTF-8 cannot encode.
     texts = [clean_text(get_fields(record, text=str)[0]) for record in records]
@@ -106,9 +110,9 @@ def pages(records, is_wikitext):
 
 
 def detokenize(text):
-    """Restores the normal spacing of WikiText, with the rules of the harness in the same order."""
+    """Restores the normal spacing of WikiText, with the rules of EleutherAI's harness, in order."""
     text = text.replace("s '", "s'")
-    # The slashes are a mistake in the harness, so this pattern hardly ever matches.
+    # The slashes are a mistake in the harness, so this regular expression hardly ever matches.
     text = re.sub("/' [0-9]/", "/'[0-9]/", text)
     for mark in "-,.":
         text = text.replace(f" @{mark}@ ", mark)  # inside numbers and compound words

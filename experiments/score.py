@@ -1,12 +1,14 @@
-"""Trains a run of experiment.py, and computes its held-out loss and a test of causality.
+"""Trains a run of experiment.py. Computes its held-out loss, and tests causality.
 
-experiment.py copies this program into the copy of the base, or of the change, and starts it there,
-so `import model` loads the model.py of that copy. The first argument is the path of a file with
-validation sequences; the other arguments are the flags of train_gpt2.py. If the file does not
-exist, the program writes the validation sequences of the run into this file. Otherwise, the program
-writes score.json into the run directory: the mean cross-entropy of GPT.logits on the sequences in
-the file, in nats per token. Thus all runs of an experiment are scored on the sequences of the base,
-and an edit of GPT.loss or of the validation code does not change the score.
+experiment.py copies this program into its copy of each of the two programs, and starts it there. So
+`import model` loads the model.py of that copy. The first argument is the path of a file with
+validation sequences. The other arguments are the flags of train_gpt2.py.
+
+If the file does not exist, this program writes the validation sequences of the run into it.
+Otherwise, this program writes score.json into the run directory. score.json contains the mean
+cross-entropy of GPT.logits on the sequences in the file, in nats per token. Thus all runs of an
+experiment are scored on the sequences of the base, and an edit of GPT.loss or of the validation
+code does not change the score.
 """
 
 import math
@@ -51,9 +53,9 @@ def main():
 
 
 def read_validation(place, config, model_config):
-    """Returns the validation sequences of a run: (share, x, y) for each data set.
+    """Returns the validation sequences of a run: a list with (share, x, y) for each data set.
 
-    share: the weight of the data set in the loss. x, y: (n, T), int64.
+    share: the weight of the data set in the loss. x, y: inputs and targets, (n, T), int64.
     """
     sources = Sources(config.data, config.tokenizer, config.val_fraction)
     data = Data(sources, load_model(place, GPT)[1], pick(GPTConfig, model_config))
@@ -78,8 +80,9 @@ def mean_loss(model, x, y):
 def effect_of_later_tokens(model, x):
     """Returns how much later tokens change earlier logits, relative to the largest logit.
 
-    x: (n, T). For each position, changes the tokens at this and all later positions, and compares
-    the logits of the earlier positions. If T is above 128, tests only 128 evenly spaced positions.
+    For each position, this function changes the tokens at this position and at all later positions,
+    and compares the logits at the earlier positions. If T is above 128, it tests only 128 evenly
+    spaced positions. x: (n, T).
     """
     T = x.size(1)
     effect = 0.0
