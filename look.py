@@ -173,7 +173,7 @@ def import_file(path, name):
 
 
 def read_text(given, tokenizer, n):
-    """Returns the Text that --text names. It has at most n + 1 ids, the first is end_of_text.
+    """Returns the Text that --text names. The first of its at most n + 1 ids is end_of_text.
 
     given: the value of --text, which is a text or the path of a file.
     """

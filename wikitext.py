@@ -70,8 +70,8 @@ def examples(records, stride=Options.stride):
 def find_format(records):
     """Returns whether the records are lines of WikiText.
 
-    They are if the first title, a line such as " = Title = ", is in a file whose name begins with
-    "wiki". If the file has a different name, prints a note.
+    The records are WikiText if they contain a title, which is a line such as " = Title = ", and if
+    the name of its file begins with "wiki". If the file has a different name, prints a note.
     """
     for record in records:
         (text,) = get_fields(record, text=str)

@@ -4,8 +4,9 @@ Reading a large file needs only a few megabytes of memory. But a JSON array and 
 fit in memory as a whole. A document in a .txt file must also fit in memory, unless the caller
 allows large documents to be cut.
 
-A record is a dict, or JSON as bytes. If a line of JSON is damaged, or a row of CSV has too many
-fields, only this record is damaged, and read_documents reads on. After any other damage, it stops.
+A record is a dict, or JSON as bytes. If a line of JSON is damaged, or if a row of CSV has too many
+fields, only this record is damaged, and read_documents continues with the next record. After any
+other damage, read_documents stops with an error.
 """
 
 import codecs
@@ -113,7 +114,7 @@ def find_hub_files(dataset, name=None):
     of the Arrow files in this cache.
     """
     datasets = require("datasets")
-    # Network errors come from several libraries, and have no common class.
+    # Network errors have no common class, so this block catches exceptions of all kinds.
     with explaining(f"{dataset}: cannot be loaded", "check the name, the network and HF_ENDPOINT"):
         builder = datasets.load_dataset_builder(dataset, name)
         cache = Path(builder.cache_dir)
@@ -138,7 +139,7 @@ def load_hub(dataset, name=None, split="train"):
             requests.head(datasets.config.HF_ENDPOINT, timeout=5)
         except requests.RequestException:
             datasets.config.HF_HUB_OFFLINE = True  # this setting stays until the program ends
-    # Network errors come from several libraries, and have no common class.
+    # Network errors have no common class, so this block catches exceptions of all kinds.
     with explaining(f"{dataset}: cannot be loaded", "check the name, the network and HF_ENDPOINT"):
         data = datasets.load_dataset(dataset, name, split=split)
     return [Path(file["filename"]) for file in data.cache_files]

@@ -32,12 +32,13 @@ class ChunkedCrossEntropy(torch.nn.Module):
 
         head: the weight (V, C) if the logits are x @ head.T. For any other logits, a function
         (N, C) -> (N, V). Both the forward and the backward pass call this function for each chunk,
-        which is slower, but works for all functions.
+        which is slower than a weight.
 
         The loss ignores positions with the target -100. All other targets must be in the
         vocabulary. reduction: "mean" returns the mean over all positions that are not ignored, or 0
-        if there are none. "none" returns the loss at each position, (B, T), which is 0 if it is
-        ignored. It cannot be differentiated, so it needs a block `with torch.no_grad():`.
+        if there are none. "none" returns the loss at each position, (B, T), which is 0 at an
+        ignored position. These losses cannot be differentiated: compute them in a block
+        `with torch.no_grad():`.
         """
         shape = targets.shape
         x = x.flatten(0, 1)  # (N, C)

@@ -15,9 +15,9 @@ NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 def attention_for_many_shapes():
     """Context manager in which a model runs in eager mode, and without cuDNN's attention.
 
-    It is for generation and benchmarks, in which almost every forward pass has a different shape.
-    For each new shape, torch.compile would compile the model again, and cuDNN would prepare a new
-    plan.
+    Generation and benchmarks use this context manager, because their forward passes have many
+    different shapes. For each new shape, torch.compile would compile the model again, and cuDNN
+    would prepare a new plan.
     """
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(NOT_CUDNN):
         yield

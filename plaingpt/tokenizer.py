@@ -286,7 +286,7 @@ def omits_text(settings, vocab):
 def make_encoder(library, new_names):
     """Returns a tokenizers.Tokenizer with the same ids, in which some tokens have new names.
 
-    It encodes a text that contains an old name as ordinary text. Without the new name, Unigram
+    The new tokenizer encodes an old name in a text as ordinary text. Without new names, Unigram
     would find the old name in its vocabulary. new_names: {old name: new name}.
     """
     settings = json.loads(library.to_str())
@@ -319,7 +319,8 @@ def load_tokenizer(place, end_of_text=None):
                 f"--end_of_text: {place} has its own end-of-text token; remove this flag"
             )
         return known
-    # Errors of the network and of the package tokenizers have no common class.
+    # Errors of the network and of the package tokenizers have no common class, so this block
+    # catches exceptions of all kinds.
     with explaining(f"--tokenizer {place}: not usable", "give another tokenizer, or --end_of_text"):
         settings = read_settings(str(place), end_of_text)
         return get_tokenizer(json.dumps(settings, ensure_ascii=False))

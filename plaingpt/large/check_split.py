@@ -1,7 +1,7 @@
 """Checks that the parts of a split GPT compute what the whole GPT computes.
 
-This may be false if a user has edited model.py. Before train_large.py splits the real model, each
-check compares the training loss of a small GPT with the loss of its parts.
+If a user has edited model.py, the parts may compute something else. Before train_large.py splits
+the real model, each check compares the training loss of a small GPT with the loss of its parts.
 """
 
 import copy

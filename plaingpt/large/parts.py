@@ -84,8 +84,8 @@ def init_layers(meta_gpt, seed, constructed):
 def tie_head(model):
     """Ties the embedding of a GPT to its head, if this process has a head.
 
-    On the last stage of a pipeline, the embedding is an nn.Identity, which has no weight. It then
-    also gets the tied matrix, so that the matrix has the same name as on the first stage.
+    On the last stage of a pipeline, the embedding is an nn.Identity. The nn.Identity gets the tied
+    matrix as its weight, so that the matrix has the same name as on the first stage.
     """
     if model.lm_head is not None:
         model.transformer.wte.weight = model.lm_head.weight
@@ -104,8 +104,9 @@ def slice_like(p, name, whole, device):
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).clone()
 
 
-# The state of optimizers. A state dict is a result of torch.optim.Optimizer.state_dict, but each
-# tensor is whole. It numbers the parameters, and its groups contain their numbers and names.
+# The state of optimizers. Here, a state dict is a result of torch.optim.Optimizer.state_dict in
+# which each tensor is whole. The state dict numbers the parameters. Its groups contain the numbers
+# and the names of the parameters.
 
 
 def names_by_number(state):
@@ -192,7 +193,7 @@ def join_stages(stages, meta_gpt):
 def join_optimizer(states, meta_gpt):
     """Joins the state dicts that one optimizer has on the stages. Returns one state dict.
 
-    It numbers the parameters as in a run with one process. states: one state dict per stage.
+    The result numbers the parameters as in a run with one process. states: one per stage.
     """
     values = {}  # {name of a parameter: its values}, and the values that belong to no parameter
     for state in states:

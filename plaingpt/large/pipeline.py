@@ -46,7 +46,7 @@ class Pipeline(nn.Module):
         return self.part.state_dict(**options)
 
     def configure_optimizers(self, *args):
-        """Returns the optimizers of this process's parameters, as GPT.configure_optimizers does."""
+        """Returns the optimizers for the parameters of this process. Arguments: as in GPT."""
         return self.part.configure_optimizers(*args)
 
     def forward(self, micro_batches, weights, scaler):
@@ -113,7 +113,7 @@ class Pipeline(nn.Module):
         return values
 
     def hidden(self, idx, *args, **kwargs):
-        """Does what GPT.hidden does: ids (B, T) -> (B, T, C)."""
+        """Returns what GPT.hidden returns: ids (B, T) -> (B, T, C)."""
         shape = (*idx.shape, self.config.n_embd)
         x = idx
         for index in range(self.n_stages):
@@ -121,12 +121,12 @@ class Pipeline(nn.Module):
         return x
 
     def logits(self, x):
-        """Does what GPT.logits does: (..., C) -> (..., vocab_size)."""
+        """Returns what GPT.logits returns: (..., C) -> (..., vocab_size)."""
         shape = (*x.shape[:-1], self.config.vocab_size)
         return self.on_stage(self.n_stages - 1, shape, "logits", x)
 
     def loss(self, x, targets, reduction="mean"):
-        """Does what GPT.loss does: (B, T, C) and (B, T) -> scalar, or (B, T)."""
+        """Returns what GPT.loss returns: (B, T, C) and (B, T) -> scalar, or (B, T)."""
         shape = () if reduction == "mean" else targets.shape
         return self.on_stage(self.n_stages - 1, shape, "loss", x, targets, reduction)
 
