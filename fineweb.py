@@ -129,7 +129,7 @@ def save_shard(directory, facts, parts, following, tokenizer):
             np.lib.format.write_array_header_1_0(file, header)
             file.writelines(parts)
     # If the tokenizer has no special ids, end_of_text is a line break. Documents may contain line
-    # breaks, so their number is not the number of documents.
+    # breaks, so the number of line breaks is not the number of documents.
     if tokenizer.special:
         facts["documents"] += sum(int((part == tokenizer.end_of_text).sum()) for part in parts)
     facts.update(shards=index + 1, tokens=facts["tokens"] + n_tokens, next=following)

@@ -173,9 +173,9 @@ def import_file(path, name):
 
 
 def read_text(given, tokenizer, n):
-    """Returns the Text that --text names. The first of its at most n + 1 ids is end_of_text.
+    """Returns the Text for the value of --text, a text or the path of a file.
 
-    given: the value of --text, which is a text or the path of a file.
+    The Text has at most n + 1 ids. The first id is end_of_text. given: the value of --text.
     """
     is_file = os.path.isfile(given)
     if is_file and kind_of(Path(given)) in RECORDS:

@@ -258,7 +258,7 @@ def fit_to_the_end(panel):
     """Scales the y axis to the values after the first 10 % of each line."""
     values = []
     for line in panel.lines:
-        if not line.get_label().startswith("_"):  # matplotlib names the faint lines "_child0"
+        if not line.get_label().startswith("_"):  # a faint line without a label is "_child0"
             x, y = line.get_data()
             end = y[x >= 0.1 * x[-1]]
             values += end[np.isfinite(end)].tolist()

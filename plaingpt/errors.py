@@ -10,7 +10,7 @@ import sys
 
 from plaingpt.terminal import visible
 
-# These texts say what a user can do about an error of the operating system.
+# {error number of the operating system: what the user can do}
 REMEDIES = {
     errno.EACCES: "change the permissions",
     errno.EPERM: "change the permissions",

@@ -32,7 +32,7 @@ class ChunkedCrossEntropy(torch.nn.Module):
 
         head: the weight (V, C) if the logits are x @ head.T. For any other logits, a function
         (N, C) -> (N, V). Both the forward and the backward pass call this function for each chunk,
-        which is slower than a weight.
+        so a function is slower than a weight.
 
         The loss ignores positions with the target -100. All other targets must be in the
         vocabulary. reduction: "mean" returns the mean over all positions that are not ignored, or 0

@@ -1,4 +1,4 @@
-"""Loads weights from a checkpoint, a run or a Hugging Face GPT-2. Exports a Hugging Face GPT-2."""
+"""Loads weights from checkpoints, runs and Hugging Face. Exports them in Hugging Face format."""
 
 import json
 from pathlib import Path

@@ -15,8 +15,8 @@ class Stopped(Exception):
 class StopRequest:
     """Stores whether a run should save a checkpoint and stop.
 
-    A run stops after a signal, at the time limit, or because this process cannot read its data. The
-    error of such a process is stored, because all processes first have to save the last step.
+    A run stops after a signal, at the time limit, or because this process cannot read its data. In
+    the last case, the error is stored until all processes have saved the last step.
 
     next_batch: the Future of the batch that a thread reads, or None.
     """

@@ -41,8 +41,8 @@ def compare_losses(base, changed, delta):
         reason = "the interval is on one side of 0"
     else:
         verdict = "undecided"
-        # If the difference stays the same, the verdict is decided when half the width of the
-        # interval is at most `goal`.
+        # If the difference stays the same, the experiment is decided as soon as half the width of
+        # the interval is at most `goal`.
         goal = max(abs(difference), delta - abs(difference))
         n = np.arange(len(changed) + 1, 1001)  # runs per program, if the variances stay the same
         error = np.sqrt((np.var(base, ddof=1) + np.var(changed, ddof=1)) / n)

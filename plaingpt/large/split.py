@@ -58,7 +58,8 @@ def cut_model(model, config, process):
     mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
     # If a process failed below while others still connect to the mesh, these would fail, too.
     process.barrier()
-    tp_mesh = mesh["tp"]  # used twice: torch.compile accepts only one mesh of the same processes
+    # torch.compile does not accept two mesh objects of the same processes, so use one object twice.
+    tp_mesh = mesh["tp"]
     if config.tp > 1:
         check_tensor_parallel(model, tp_mesh, process.device)
     is_tied = model.lm_head.weight is model.transformer.wte.weight
