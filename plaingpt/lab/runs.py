@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from plaingpt.errors import UserError
@@ -84,21 +85,31 @@ def train(jobs, at_once, may_fail=False):
     """
     n_gpus = count_gpus()
     processes = []
+    # A run occupies a slot until it ends. The slots are distributed evenly over the GPUs.
+    free = SimpleQueue()
+    for slot in range(at_once):
+        free.put(slot)
 
-    def train_one(i):
-        program, place, more = jobs[i]
+    def train_one(job):
+        program, place, more = job
         place.mkdir(parents=True, exist_ok=True)
-        device = ["--device", f"cuda:{i % n_gpus}"] if n_gpus else []
+        slot = free.get()
+        device = ["--device", f"cuda:{slot % n_gpus}"] if n_gpus else []
         # Python imports modules from the directory of the program that it runs. Therefore, `probe`
         # has copied score.py into the copy, and score.py imports the model.py there.
         command = [sys.executable, LAB / program.name / "score.py", VALIDATION, *device]
         command += [*program.flags, *more, *QUIET, place]
-        with open(place / "output.txt", "w") as output:
-            # In its own session, the run does not receive the terminal's Ctrl-C, only the SIGTERM
-            # from terminate() below.
-            run = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-            processes.append(run)
-            status = run.wait()
+        try:
+            with open(place / "output.txt", "w") as output:
+                # In its own session, the run does not receive the terminal's Ctrl-C, only the
+                # SIGTERM from terminate() below.
+                run = subprocess.Popen(
+                    command, stdout=output, stderr=output, start_new_session=True
+                )
+                processes.append(run)
+                status = run.wait()
+        finally:
+            free.put(slot)
         if status and not may_fail:
             lines = (place / "output.txt").read_text("utf-8", "replace").splitlines()
             print0("\n".join(lines[-20:]))
@@ -106,7 +117,7 @@ def train(jobs, at_once, may_fail=False):
 
     with ThreadPoolExecutor(at_once) as pool:
         try:
-            list(tqdm(pool.map(train_one, range(len(jobs))), "Ctrl-C saves", len(jobs)))
+            list(tqdm(pool.map(train_one, jobs), "Ctrl-C saves", len(jobs)))
         except KeyboardInterrupt:
             for process in processes:
                 process.terminate()  # a run then saves a checkpoint; a finished run ignores this

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -171,6 +172,34 @@ def test_the_memory_of_a_probe_is_not_in_its_key(tmp_path, monkeypatch):
         monkeypatch.setattr(runs, "read_facts", lambda path, found=found: dict(found))
         keys.update(program.key for program in runs.probe([runs.Program("base", [])] * 2))
     assert len(keys) == 1
+
+
+def jobs_in(directory, n):
+    return [(runs.Program("base", []), directory / str(i), []) for i in range(n)]
+
+
+def test_each_run_uses_a_free_gpu(tmp_path, monkeypatch):
+    """The first run needs as much time as all other runs. One of two GPUs trains the others."""
+    gpus = {}
+    last_is_finished = threading.Event()
+
+    class Run:
+        def __init__(self, command, **_):
+            self.i = int(command[-1].name)
+            gpus[self.i] = command[command.index("--device") + 1]
+
+        def wait(self):
+            if self.i == 0:
+                assert last_is_finished.wait(10)
+            elif self.i == 4:
+                last_is_finished.set()
+            return 0
+
+    monkeypatch.setattr(runs.subprocess, "Popen", Run)
+    monkeypatch.setattr(runs, "count_gpus", lambda: 2)
+    runs.train(jobs_in(tmp_path, 5), 2)
+    assert {*gpus.values()} == {"cuda:0", "cuda:1"}
+    assert gpus[0] not in {gpus[i] for i in range(1, 5)}
 
 
 def test_only_a_change_with_a_verdict_can_be_confirmed():
