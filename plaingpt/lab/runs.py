@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -85,12 +86,15 @@ def train(jobs, at_once, may_fail=False):
     """
     n_gpus = count_gpus()
     processes = []
+    stopping = threading.Event()  # set after Ctrl-C
     # A run occupies a slot until it ends. The slots are distributed evenly over the GPUs.
     free = SimpleQueue()
     for slot in range(at_once):
         free.put(slot)
 
     def train_one(job):
+        if stopping.is_set():
+            return
         program, place, more = job
         place.mkdir(parents=True, exist_ok=True)
         slot = free.get()
@@ -107,6 +111,8 @@ def train(jobs, at_once, may_fail=False):
                     command, stdout=output, stderr=output, start_new_session=True
                 )
                 processes.append(run)
+                if stopping.is_set():  # Ctrl-C came while the process was created
+                    run.terminate()
                 status = run.wait()
         finally:
             free.put(slot)
@@ -119,6 +125,7 @@ def train(jobs, at_once, may_fail=False):
         try:
             list(tqdm(pool.map(train_one, jobs), "Ctrl-C saves", len(jobs)))
         except KeyboardInterrupt:
+            stopping.set()
             for process in processes:
                 process.terminate()  # a run then saves a checkpoint; a finished run ignores this
             raise

@@ -202,6 +202,34 @@ def test_each_run_uses_a_free_gpu(tmp_path, monkeypatch):
     assert gpus[0] not in {gpus[i] for i in range(1, 5)}
 
 
+def test_ctrl_c_while_a_process_is_created(tmp_path, monkeypatch):
+    """The new process is terminated, and no other process starts."""
+    processes = []
+
+    class Run:
+        def __init__(self, *_, **__):
+            processes.append(self)
+            self.is_terminated = threading.Event()
+            time.sleep(0.2)  # the time to create a process
+
+        def terminate(self):
+            self.is_terminated.set()
+
+        def wait(self):
+            return 0 if self.is_terminated.wait(2) else 1
+
+    def press_ctrl_c(*_):
+        while not processes:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs.subprocess, "Popen", Run)
+    monkeypatch.setattr(runs, "tqdm", press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(jobs_in(tmp_path, 2), 1)
+    assert [run.is_terminated.is_set() for run in processes] == [True]
+
+
 def test_only_a_change_with_a_verdict_can_be_confirmed():
     """--confirm needs an earlier verdict about the same change.
 
