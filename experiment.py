@@ -184,7 +184,7 @@ def compare(programs, rates, config, ledger, entry):
         entry["reason"] += f"; trained on {tokens[1] / tokens[0]:.2f} times as many tokens"
     if len({each["fingerprints"]["training split"] for each in facts}) > 1:
         entry["reason"] += "; trained on different data"
-    if seeds[0][0] == 1:  # run_missing keeps only the models of seed 1
+    if seeds[0][0] == 1:  # score.py keeps only the models of seed 1
         places = " ".join(map(os.path.relpath, runs))
         print0(f"to compare two models: python look.py {places} --own_code --text TEXT")
 

@@ -8,7 +8,8 @@ If the file does not exist, this program writes the validation sequences of the 
 Otherwise, this program writes score.json into the run directory. score.json contains the mean
 cross-entropy of GPT.logits on the sequences in the file, in nats per token. Thus all runs of an
 experiment are scored on the sequences of the base, and an edit of GPT.loss or of the validation
-code does not change the score.
+code does not change the score. A run with a score no longer needs its checkpoints, so this program
+deletes them, except in the runs of seed 1.
 """
 
 import math
@@ -50,6 +51,9 @@ def main():
         loss = sum(share * mean_loss(model, x, y) for share, x, y in sets)
         loss = loss if math.isfinite(loss) else None
         write_json(place / "score.json", dict(loss=loss, later=later))
+        if config.seed != 1:  # look.py needs only the models of seed 1
+            for model in place.glob("model_*.pt"):
+                model.unlink()
 
 
 def read_validation(place, config, model_config):

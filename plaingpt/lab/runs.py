@@ -182,7 +182,4 @@ def run_missing(programs, seeds, at_once=None, may_fail=False):
     print0(line)
     jobs = [(program, program.place(seed), ["--seed", str(seed)]) for seed, program in missing]
     train(jobs, at_once, may_fail)
-    for _, place, _ in jobs:
-        for model in place.glob("model_*.pt") if not place.name.endswith("-1") else ():
-            model.unlink()  # look.py needs only the models of seed 1
     return [[p.score(seed).get("loss") for seed in own] for p, own in zip(programs, seeds)]

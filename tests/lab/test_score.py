@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, TINY
 
 import look
 from model import GPT, GPTConfig
@@ -65,3 +65,16 @@ def test_the_loss_is_that_of_the_logits():
     y[2, :9] = -100
     expected = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
     assert score.mean_loss(model, x, y) == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed, kept", [(1, ["model_000001.pt"]), (2, [])])
+def test_a_run_with_a_score_keeps_only_the_model_of_seed_1(seed, kept, tmp_path, monkeypatch):
+    """The run itself deletes the model, so nothing is left if another run then fails."""
+    validation = tmp_path / "validation.pt"
+    torch.save([(1.0, *torch.randint(256, (2, 1, 32)))], validation)
+    flags = [*TINY, "--max_steps", "1", "--warmup_steps", "0", "--seed", str(seed), "--log_dir"]
+    monkeypatch.setattr("sys.argv", ["score.py", str(validation), *flags, str(tmp_path / "run")])
+    score.main()
+    assert (tmp_path / "run" / "score.json").is_file()
+    assert [path.name for path in (tmp_path / "run").glob("model_*.pt")] == kept
