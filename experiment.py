@@ -90,6 +90,11 @@ STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 HEAD_SIZE = 32  # channels per head, at every size: a different head size would be a second change
 RATE = 1.5  # --max_lr x channels; measured with Muon: twice the width halves the best learning rate
 LATER_TOLERANCE = 1e-4  # relative to the largest logit; float32's rounding errors are smaller
+# --sizes and --rates set the values of these flags of the runs.
+SET_BY = dict(
+    sizes=["n_embd", "n_head", "max_steps", "warmup_steps", "max_lr"],
+    rates=["max_lr"],
+)
 
 
 @dataclass
@@ -220,16 +225,22 @@ def compare_sizes(programs, config, ledger, entry):
     entry.update(found[-1], keys=[key for own in found for key in own["keys"]])
 
 
-def check_sizes(sizes, more):
-    """Raises UserError if --sizes has a wrong value, or if a flag sets what --sizes sets.
-
-    sizes: the value of --sizes. more: the flags after --.
-    """
+def check_sizes(sizes):
+    """Raises UserError for a wrong --sizes."""
     if len({*sizes}) < 2 or any(size % HEAD_SIZE for size in sizes):
         raise UserError(f"--sizes: give at least two multiples of {HEAD_SIZE} channels")
-    for name in ("n_embd", "n_head", "max_steps", "warmup_steps", "max_lr"):
-        if any(each.partition("=")[0] == f"--{name}" for each in more):
-            raise UserError(f"--{name}: --sizes already sets this value; remove --{name}")
+
+
+def check_replaced(config, words):
+    """Raises UserError if --sizes or --rates would replace a value that the user gave.
+
+    words: the flags of the runs that the user gave.
+    """
+    given = [word.partition("=")[0] for word in words]
+    for setter, names in SET_BY.items():
+        for name in names:
+            if getattr(config, setter) and f"--{name}" in given:
+                raise UserError(f"--{name}: --{setter} already sets this value; remove --{name}")
 
 
 def main():
@@ -247,6 +258,10 @@ def main():
         flags = shlex.split(config.flags)  # splits as a shell does, so quoted spaces are possible
     words = [part for word in flags + more for part in (word, *re.split("[=,]", word))]
     check_output("--json", config.json, [*patches, *LEDGERS, *words])
+    if config.sizes:
+        check_sizes(config.sizes)
+    # --sizes may replace the --max_steps in the default of --flags.
+    check_replaced(config, flags + more if "flags" in given else more)
     commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
     changes, files = changes_of_clone("HEAD" if patches else commit)
     names = ["this clone"] if changes or files else []
@@ -259,7 +274,6 @@ def main():
     if not (names or more):
         raise UserError("nothing has changed; edit model.py, give a patch, or give flags after --")
     if config.sizes:
-        check_sizes(config.sizes, more)
         flags = ["--val_every", "0", *flags]
     entry = dict(date=time.strftime("%Y-%m-%d %H:%M"), commit=commit, **asdict(config))
     entry["change"] = config.name or " ".join([*names, *more])

@@ -487,7 +487,9 @@ def test_the_best_rate_of_each_program(clone):
 
 @pytest.mark.slow
 def test_several_sizes_from_the_command_to_the_picture(clone, tmp_path):
-    flags = ["--sizes", 32, 96, "--tokens_per_weight", 0.05, "--flags", f"{FLAGS} --val_tokens 512"]
+    shared = FLAGS.replace("--n_head 2 --n_embd 16 ", "").replace("--max_steps 6 ", "")
+    flags = ["--sizes", 32, 96, "--tokens_per_weight", 0.05]
+    flags += ["--flags", f"{shared} --val_tokens 512"]
     found = experiment(clone, "worse", *flags, more=["--", "--muon_lr", "1e-4"])
     assert [each["size"] for each in found["by_size"]] == [32, 96] and len(found["keys"]) == 4
     assert found["p_value"] > 0.9 and found["by_size"][1]["worth"][0] < 1
@@ -609,6 +611,29 @@ def test_a_mistake_changes_no_file(flags, sentence, tmp_path, monkeypatch):
     assert all((tmp_path / name).read_text() == "old" for name in files)
 
 
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--sizes 64 100", "--sizes: give at least two multiples of 32 channels"),
+        ("--sizes 64 96 -- --n_embd 64", "--n_embd: --sizes already sets this value; remove"),
+        ("--sizes 64 96 --flags '--max_steps 9'", "--max_steps: --sizes already sets this value"),
+        ("--rates 1e-3 -- --max_lr=4e-3", "--max_lr: --rates already sets this value; remove"),
+        ("--rates 1e-3 --flags '--max_lr 4e-3'", "--max_lr: --rates already sets this value"),
+        ("--sizes 64 96 --rates 1e-3", "git rev-parse"),  # the default --flags
+        ("--rates 1e-3 --flags '--max_steps 9' -- --min_lr 1e-4", "git rev-parse"),
+    ],
+)
+def test_a_flag_whose_value_the_program_sets(flags, sentence, monkeypatch):
+    """Without the check, the base and the change could be the same program.
+
+    If the program accepts the flags, it next refuses the commit.
+    """
+    argv = ["experiment.py", "--base", "nowhere", *shlex.split(flags)]
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        lab.main()
+
+
 def test_without_scipy(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     monkeypatch.setattr("sys.argv", ["experiment.py", "--list"])
@@ -659,11 +684,6 @@ def test_an_experiment_that_is_stopped_leaves_no_older_verdict(tmp_path, monkeyp
         (
             ["--flags", "--data 'a", "--", "--seed", "3"],
             "--flags --data 'a (No closing quotation);",
-        ),
-        (["--sizes", "64", "100", "--", "--seed", "3"], "--sizes: give at least two multiples"),
-        (
-            ["--sizes", "64", "96", "--", "--n_embd", "64"],
-            "--n_embd: --sizes already sets this value; remove --n_embd",
         ),
     ],
 )
