@@ -58,11 +58,15 @@ def worth(i, flops, losses, difference):
     The factor 1.2 means 20 % more compute. i: index of the model size. flops, losses: FLOPs and
     mean losses of the base at each size. difference: the loss of the change minus the loss of the
     base, at size i. The slope of the loss over the logarithm of compute is estimated from the
-    neighboring sizes. Returns None if the loss does not fall with compute.
+    neighboring sizes. Returns None if the loss does not fall with compute, or falls so little that
+    the factor is not a finite float.
     """
     n_ends = min(2, len(flops) - 1)  # neighbors that determine the slope at the first and last size
     slope = np.gradient(losses, np.log(flops), edge_order=n_ends)[i]
-    return math.exp(difference / slope) if slope < 0 else None
+    try:
+        return math.exp(difference / slope) if slope < 0 else None
+    except OverflowError:
+        return None
 
 
 def entry_as_line(entry):
@@ -81,8 +85,8 @@ def entry_as_line(entry):
 def worth_as_text(entry):
     """Returns the worth of the change in compute, with its interval, as text. See `worth`."""
     if None in entry["worth"]:
-        return "worth in compute is unknown: the loss of the base does not fall with the size"
-    return "worth x{:.2f} [{:.2f}, {:.2f}] in compute".format(*entry["worth"])
+        return "worth in compute is unknown: the loss of the base falls too little with the size"
+    return "worth x{:.3g} [{:.3g}, {:.3g}] in compute".format(*entry["worth"])
 
 
 def discoveries_as_lines(entries):

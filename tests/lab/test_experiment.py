@@ -22,6 +22,7 @@ from plaingpt.lab.verdict import (
     read_ledgers,
     welch,
     worth,
+    worth_as_text,
 )
 
 import numpy as np
@@ -508,6 +509,15 @@ def test_what_a_difference_is_worth():
         assert worth(i, [1, 4, 32], [3.0, 2.0, 0.5], -0.5) == pytest.approx(2)
     assert worth(1, [1, 4], [3.0, 2.0], 0.5) == pytest.approx(0.5)
     assert worth(1, [1, 4, 16], [2.0, 2.1, 2.1], -0.1) is None
+    # The loss is almost flat. The second factor is above the largest float.
+    factors = [worth(0, [1e9, 2e9, 4e9], [1.30, 1.2999, 1.2998], end) for end in (-0.05, -0.2)]
+    assert factors == [pytest.approx(3.3e150, rel=0.1), None]
+
+
+def test_a_large_factor_is_printed_with_three_digits():
+    assert (
+        worth_as_text(dict(worth=[1.437, 0.95, 3e150])) == "worth x1.44 [0.95, 3e+150] in compute"
+    )
 
 
 @pytest.mark.parametrize("gain", [0.8, 1.0, 1.3])
