@@ -45,7 +45,6 @@ log/experiments/ledger.jsonl. The program needs scipy (pip install scipy).
 """
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -59,6 +58,7 @@ from pathlib import Path
 from plaingpt.errors import UserError, explaining, require, run_program
 from plaingpt.files import (
     check_output,
+    format_json,
     lock,
     open_output,
     read_facts,
@@ -303,7 +303,7 @@ def main():
     add_entry(LEDGERS[1], entry)
     if config.json:
         write_json(config.json, entry)
-    print_result(f"{entry_as_line(entry)}\n{json.dumps(entry)}")
+    print_result(f"{entry_as_line(entry)}\n{format_json(entry)}")
     sys.exit(STATUS[entry["verdict"]])
 
 

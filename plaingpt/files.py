@@ -136,12 +136,17 @@ def check_output(flag, path, inputs=()):
         raise UserError(f"{flag} {path}: cannot write there; give a file in a writable directory")
 
 
+def format_json(value, **options):
+    """Returns a value as JSON, with null for NaN and infinity. options: see json.dumps."""
+    return json.dumps(finite(value), allow_nan=False, **options)
+
+
 def write_json(path, value):
     """Writes a value as JSON, with null for NaN and infinity.
 
     path: as in open_output. Raises UserError if the file cannot be written.
     """
-    text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = format_json(value, indent=2, ensure_ascii=False) + "\n"
     with writing(path), open_output(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))  # the value may contain invalid UTF-8
 

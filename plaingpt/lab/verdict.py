@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from plaingpt.errors import UserError, require
-from plaingpt.files import reading, writing
+from plaingpt.files import format_json, reading, writing
 from plaingpt.terminal import print0
 
 import numpy as np
@@ -94,7 +94,8 @@ def discoveries_as_lines(entries):
 
     entries: the dicts of all experiments.
     """
-    tested = [entry for entry in entries if "p_value" in entry]
+    # If all losses of an experiment are equal, its p-value is null.
+    tested = [entry for entry in entries if entry.get("p_value") is not None]
     # If a change was tested several times, it counts once, with the p-value of its confirmation, or
     # without a confirmation with its last p-value.
     tested.sort(key=lambda entry: bool(entry.get("confirm")))
@@ -127,7 +128,7 @@ def add_entry(path, entry):
     with writing(path), open(path, "a+b") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(json.dumps(entry).encode() + b"\n")
+        file.write(format_json(entry).encode() + b"\n")
 
 
 def choose_seeds(keys, config, ledger):

@@ -259,6 +259,18 @@ def test_a_ledger_with_half_a_line(tmp_path, capsys):
         read_ledgers([path])
 
 
+def test_nan_is_null_in_the_ledger(tmp_path):
+    """JSON has no NaN. The p-value is NaN if all losses are equal."""
+    path = tmp_path / "ledger.jsonl"
+    entry = dict(keys=["base", "a"], change="a", time_ratio=math.inf)
+    add_entry(path, entry | compare_losses([1.0, 1.0], [1.0, 1.0], 0.01))
+    add_entry(path, dict(keys=["base", "b"], change="b", verdict="better", p_value=0.01))
+    assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
+    equal, better = read_ledgers([path])
+    assert equal["verdict"] == "equal" and equal["p_value"] is equal["time_ratio"] is None
+    assert discoveries_as_lines([equal, better])[1:] == ["  1.0%  b"]
+
+
 def git(directory, *command):
     return subprocess.run(
         ["git", "-c", "user.name=a", "-c", "user.email=a", *command],
