@@ -54,6 +54,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from plaingpt.errors import UserError, explaining, require, run_program
 from plaingpt.files import (
@@ -128,6 +129,33 @@ class ExperimentConfig:
     why: str | None = flag(None, "your reason for trying the change; --list prints it", path=False)
     json: str | None = flag(None, "also write the verdict to this file")
     list: bool = flag(False, "print the experiments so far")
+
+
+class Change(NamedTuple):
+    """The change that an experiment tests."""
+
+    commit: str  # of the base
+    patch: bytes  # the changes since the commit
+    files: list  # names of new .py files in this clone, which git does not track yet
+    names: list  # what has changed, in words; empty if nothing has changed
+
+
+def read_change(base, patches):
+    """Reads patches, or the changes in this clone since the commit `base`. Returns a Change.
+
+    base: a commit, as git's commands accept it. patches: paths; an empty list means this clone.
+    Raises UserError.
+    """
+    commit = run_git("rev-parse", "--verify", f"{base}^{{commit}}").decode().strip()
+    if not patches:
+        patch, files = changes_of_clone(commit)
+        return Change(commit, patch, files, ["this clone"] if patch or files else [])
+    edits, _ = changes_of_clone("HEAD")
+    if edits:
+        print0("note: the runs use the commit and the patch, without your uncommitted edits")
+    with explaining("PATCH", "give a file", OSError):
+        patch = b"".join(Path(path).read_bytes() for path in patches)
+    return Change(commit, patch, [], [Path(path).stem for path in patches])
 
 
 def choose_rates(programs, rates, at_once):
@@ -225,6 +253,31 @@ def compare_sizes(programs, config, ledger, entry):
     entry.update(found[-1], keys=[key for own in found for key in own["keys"]])
 
 
+def run_experiment(change, programs, config, ledger, entry):
+    """Copies and compares both programs, and adds the facts of the verdict to the entry.
+
+    programs: [base, change], with their flags. If an error makes the comparison impossible, the
+    verdict is "failed". Ctrl-C and SIGTERM raise KeyboardInterrupt.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # for each run
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    copies = [LAB / "base", LAB / "change"]
+    try:
+        make_copy(copies[0], change.commit)
+        make_copy(copies[1], change.commit, change.patch, change.files)
+        programs = probe(programs)
+        if programs[0].key == programs[1].key:
+            entry.update(verdict="equal", reason="the change does nothing")
+        elif config.sizes:
+            compare_sizes(programs, config, ledger, entry)
+        else:
+            compare(programs, config.rates, config, ledger, entry)
+    except UserError as error:
+        entry.update(verdict="failed", reason=str(error))
+    finally:
+        remove_copies(copies)
+
+
 def check_sizes(sizes):
     """Raises UserError for a wrong --sizes."""
     if len({*sizes}) < 2 or any(size % HEAD_SIZE for size in sizes):
@@ -260,46 +313,22 @@ def main():
     check_output("--json", config.json, [*patches, *LEDGERS, *words])
     if config.sizes:
         check_sizes(config.sizes)
+        flags = ["--val_every", "0", *flags]
     # --sizes may replace the --max_steps in the default of --flags.
     check_replaced(config, flags + more if "flags" in given else more)
-    commit = run_git("rev-parse", "--verify", f"{config.base}^{{commit}}").decode().strip()
-    changes, files = changes_of_clone("HEAD" if patches else commit)
-    names = ["this clone"] if changes or files else []
-    if patches:
-        if changes:
-            print0("note: the runs use the commit and the patch, without your uncommitted edits")
-        with explaining("PATCH", "give a file", OSError):
-            changes, files = b"".join(Path(path).read_bytes() for path in patches), []
-        names = [Path(path).stem for path in patches]
-    if not (names or more):
+    change = read_change(config.base, patches)
+    if not (change.names or more):
         raise UserError("nothing has changed; edit model.py, give a patch, or give flags after --")
-    if config.sizes:
-        flags = ["--val_every", "0", *flags]
-    entry = dict(date=time.strftime("%Y-%m-%d %H:%M"), commit=commit, **asdict(config))
-    entry["change"] = config.name or " ".join([*names, *more])
-    entry["patch"] = hashlib.sha256(changes).hexdigest()[:12]
+    entry = dict(date=time.strftime("%Y-%m-%d %H:%M"), commit=change.commit, **asdict(config))
+    entry["change"] = config.name or " ".join([*change.names, *more])
+    entry["patch"] = hashlib.sha256(change.patch).hexdigest()[:12]
     LAB.mkdir(parents=True, exist_ok=True)
     lock(LAB, "experiments in")  # until the program ends
     if config.json and os.path.isfile(config.json):
         with writing(config.json), open_output(config.json):
             pass  # empties the file: if this program is stopped, the file contains no old verdict
-    os.environ["OMP_NUM_THREADS"] = "1"  # each run uses one thread
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    copies = [LAB / "base", LAB / "change"]
-    try:
-        make_copy(copies[0], commit)
-        make_copy(copies[1], commit, changes, files)
-        programs = probe([Program("base", flags), Program("change", flags + more)])
-        if programs[0].key == programs[1].key:
-            entry.update(verdict="equal", reason="the change does nothing")
-        elif config.sizes:
-            compare_sizes(programs, config, ledger, entry)
-        else:
-            compare(programs, config.rates, config, ledger, entry)
-    except UserError as error:
-        entry.update(verdict="failed", reason=str(error))
-    finally:
-        remove_copies(copies)
+    programs = [Program("base", flags), Program("change", flags + more)]
+    run_experiment(change, programs, config, ledger, entry)
     add_entry(LEDGERS[1], entry)
     if config.json:
         write_json(config.json, entry)
