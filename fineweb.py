@@ -52,6 +52,7 @@ from tqdm import tqdm
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 SHARD_SIZE = 10**8  # tokens, as in build-nanogpt
 BATCH = 2**20  # characters that a thread tokenizes at a time
+DOCUMENTS = 1000  # number of documents that a thread tokenizes at a time, even if they are short
 SHOWN = 5  # number of damaged records that are shown
 
 
@@ -137,14 +138,15 @@ def save_shard(directory, facts, parts, following, tokenizer):
 
 
 def make_batches(documents):
-    """Yields lists of Documents. Each list contains about a megabyte of text.
+    """Yields lists of Documents. A list ends after about a megabyte of text, or at DOCUMENTS.
 
     Only the first Document of a list may be the continuation of an earlier Document.
     """
     batch = []
     size = 0  # characters
     for document in documents:
-        if batch and (size >= BATCH or not document.begins):
+        is_full = size >= BATCH or len(batch) >= DOCUMENTS
+        if batch and (is_full or not document.begins):
             yield batch
             batch = []
             size = 0
@@ -198,7 +200,8 @@ def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
     """
     if facts["shards"]:
         print0(f"{directory} contains {facts['shards']} complete shards: continuing after them")
-    # n_used: how many tokens of the next batch are already in earlier shards
+    # n_used: how many tokens of the next batches are already in earlier shards. After version 2.1,
+    # whose batches contain more documents, these may be more tokens than the next batch contains.
     n_done, n_used = facts["next"]
     is_gpt2 = tokenizer.name == "gpt2"
     documents = read_documents(paths, config.text_key, cut=is_gpt2, skip=n_done)
@@ -219,7 +222,7 @@ def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
                 return
             facts["skipped"] += n_damaged
             n_done += len(batch)
-            n_used = 0
+            n_used -= len(tokens)
             bar.update(batch[-1].done - bar.n)
     if parts:
         save_shard(directory, facts, parts, None, tokenizer)

@@ -11,7 +11,7 @@ import os
 import random
 import re
 
-from plaingpt.documents import read_documents
+from plaingpt.documents import Document, read_documents
 from plaingpt.errors import UserError
 from plaingpt.files import checksum_of_places, lock
 from plaingpt.pretrained import build_library
@@ -255,6 +255,23 @@ def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
     before = everything_in(out)
     fine(*flags, directory=out, shard_size=10_000)  # again: nothing to do
     assert "out is complete:" in capsys.readouterr().out and everything_in(out) == before
+
+
+def test_a_batch_has_a_maximum_number_of_documents():
+    """Damaged documents have no text, so the length of the text does not limit their number."""
+    documents = [Document("a.jsonl", problem="no key 'text'")] * 2500
+    sizes = [len(batch) for batch in fineweb.make_batches(documents)]
+    assert sizes == [1000, 1000, 500]
+
+
+def test_continues_after_shards_with_longer_batches(documents, tmp_path, monkeypatch):
+    """As in version 2.1. The earlier shards then contain tokens of several of our batches."""
+    path, out = write(tmp_path / "jsonl.jsonl", documents), tmp_path / "out"
+    fine("--input", path, "--max_shards", 2, directory=out, shard_size=5000)
+    assert facts_of(out)["next"] == [0, 10_000]
+    monkeypatch.setattr(fineweb, "DOCUMENTS", 7)
+    fine("--input", path, directory=out, shard_size=5000)
+    assert shards_in(out) == reference(documents, 5000)
 
 
 def test_the_tokenizer_is_written_once(documents, tmp_path):
