@@ -43,11 +43,13 @@ def read_sample(config):
     random_key = random.Random(0).random
     sample = []  # a heap of (random key, piece): the pieces with the largest keys so far
     size = 0  # total bytes of these pieces
-    damaged = []
+    n_damaged = 0
+    first_damaged = ""
     for document in read_documents(paths, config.text_key, cut=True):
         text = document.text or ""  # empty if the document is damaged
         if document.problem:
-            damaged.append(f"{document.where}: {document.problem}")
+            n_damaged += 1
+            first_damaged = first_damaged or f"{document.where}: {document.problem}"
         for start in range(0, len(text), PIECE):
             piece = text[start : start + PIECE]
             heapq.heappush(sample, (random_key(), piece))
@@ -55,8 +57,8 @@ def read_sample(config):
             while size > config.sample_bytes and len(sample) > 1:
                 _, dropped = heapq.heappop(sample)
                 size -= len(dropped.encode())
-    if damaged:
-        print0(f"skipped {len(damaged):,} damaged documents; the first is {damaged[0]}")
+    if n_damaged:
+        print0(f"skipped {n_damaged:,} damaged documents; the first is {first_damaged}")
     if not sample:
         raise UserError(f"{paths[0]}: contains no text; choose a different file or --text_key")
     return [piece for _, piece in sample]

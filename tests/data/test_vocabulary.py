@@ -9,9 +9,12 @@ import random
 import re
 import shutil
 import sys
+import tracemalloc
 from dataclasses import replace
+from itertools import chain
 
 from plaingpt.data import find_tokenizer
+from plaingpt.documents import Document
 from plaingpt.errors import UserError
 from plaingpt.pretrained import build_library, load_model, save_gpt2
 from plaingpt.scoring.program import run_benchmark
@@ -561,6 +564,21 @@ def test_a_piece_may_be_larger_than_the_sample(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 50_000)
     config = tokenizer.VocabularyConfig(input=[str(tmp_path / "a.txt")], sample_bytes=1)
     assert tokenizer.read_sample(config) == ["a" * 10_000]
+
+
+def test_damaged_documents_take_no_memory(tmp_path, monkeypatch, capsys):
+    good = Document("a.jsonl, record 1", "text")
+    damaged = (Document(f"a.jsonl, record {i}", problem="not JSON") for i in range(2, 20_002))
+    monkeypatch.setattr(tokenizer, "read_documents", lambda *_, **__: chain([good], damaged))
+    (tmp_path / "a.jsonl").touch()
+    tracemalloc.start()
+    config = tokenizer.VocabularyConfig(input=[str(tmp_path / "a.jsonl")])
+    assert tokenizer.read_sample(config) == ["text"]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    message = "skipped 20,000 damaged documents; the first is a.jsonl, record 2: not JSON\n"
+    assert capsys.readouterr().out == message
+    assert peak < 200_000  # bytes
 
 
 @pytest.mark.slow
