@@ -209,7 +209,8 @@ def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
         for batch, tokens in encode_all(documents, tokenizer, n_threads):
-            n_damaged = skip_damaged(batch, facts["skipped"], config.strict)
+            if n_used == 0:  # otherwise, an earlier run has counted the damaged records
+                facts["skipped"] += skip_damaged(batch, facts["skipped"], config.strict)
             while n_used < len(tokens) and facts["shards"] < config.max_shards:
                 room = facts["shard_size"] - sum(map(len, parts))
                 part = tokens[n_used : n_used + room]
@@ -220,7 +221,6 @@ def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
                     parts = []
             if facts["shards"] == config.max_shards:
                 return
-            facts["skipped"] += n_damaged
             n_done += len(batch)
             n_used -= len(tokens)
             bar.update(batch[-1].done - bar.n)

@@ -346,6 +346,18 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path, capsys):
     assert not list(tmp_path.glob("strict/*.npy"))
 
 
+def test_damaged_records_are_counted_up_to_max_shards(tmp_path, capsys):
+    lines = [jsonl([f"good {i}"]) + b"{}\n" for i in range(300)]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+    for n in (2, 3, 1000):  # the second run and the third run continue in the middle of a batch
+        flags = ["--input", tmp_path / "a.jsonl", "--max_shards", n]
+        fine(*flags, directory=tmp_path / "out", shard_size=50)
+        out, err = capsys.readouterr()
+        assert "300 damaged records skipped" in out
+        assert err.count("skipped ") == (fineweb.SHOWN if n == 2 else 0)
+        assert facts_of(tmp_path / "out")["skipped"] == 300
+
+
 def test_damaged_text_and_tables(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.txt").write_bytes(b"one\ntwo<|endoftext|>bad\n\xff here<|endoftext|>three")
     pq.write_table(pa.table({"text": ["four", None, "five"]}), tmp_path / "b.parquet")
