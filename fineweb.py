@@ -277,7 +277,8 @@ def main(argv=None):
     if facts_of_source["source"].get("dataset") == FINEWEB:
         name = "edufineweb"
     # This size yields 20 shards at 4 bytes per token and 40 shards at 2 bytes per token, so even a
-    # small text yields shards for both validation and training.
+    # small text yields shards for both validation and training. Compressed files yield more shards,
+    # because their uncompressed size is unknown.
     n_bytes = sum(map(count_bytes, paths))
     usual_size = min(SHARD_SIZE, max(1000, n_bytes // 80))
     # Shards of a data set on the hub keep the size that version 2.1 derived from its cache.
