@@ -94,19 +94,13 @@ def pages(records, is_wikitext):
     """
     # clean_text replaces lone surrogates, which UTF-8 cannot encode.
     texts = [clean_text(get_fields(record, text=str)[0]) for record in records]
-    is_text_file = any("is_line" in record for record in records)
-    if not (is_wikitext or is_text_file):
-        yield from filter(str.strip, texts)
-        return
-    # On the hub, an empty line is stored as "" instead of " ".
-    text = "\n".join((text or " ").removesuffix("\n") for text in texts) + "\n"
-    separator = re.escape(END_OF_TEXT)
     if is_wikitext:
-        text = text.replace("\r\n", "\n")
-        separator = rf"(?m)\n(?={TITLE})"
-    for page in re.split(separator, text):
-        if page.strip():
-            yield page
+        # On the hub, an empty line is stored as "" instead of " ".
+        text = "\n".join((text or " ").removesuffix("\n") for text in texts) + "\n"
+        texts = re.split(rf"(?m)\n(?={TITLE})", text.replace("\r\n", "\n"))
+    elif any("is_line" in record for record in records):
+        texts = "".join(texts).split(END_OF_TEXT)
+    yield from filter(str.strip, texts)
 
 
 def detokenize(text):

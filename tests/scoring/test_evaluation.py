@@ -336,8 +336,10 @@ def lines_of(*lines):
 
 
 def test_a_plain_text_is_not_changed():
-    (example,) = wikitext.examples(lines_of("a ( b ) ,\n", "c\n"))
-    assert example.endings == ["a ( b ) ,\nc\n"]
+    for end in ("", "\n", "\n\n"):
+        (example,) = wikitext.examples(lines_of("a ( b ) ,\r\n", f"c{end}"))
+        assert example.endings == [f"a ( b ) ,\r\nc{end}"]
+        assert example.facts["bytes_before"] == len(f"a ( b ) ,\r\nc{end}")
     (example,) = wikitext.examples([dict(text="= AsciiDoc\n\n( b )\n", where="")])
     assert "( b )" in example.endings[0]
 
@@ -346,8 +348,8 @@ def test_the_mark_separates_the_documents_of_a_text():
     """The mark <|endoftext|> separates documents. It gets no score, and its bytes do not count."""
     lines = lines_of("<|endoftext|>a\n", "b<|endoftext|>\n", "<|endoftext|>c")
     found = [*wikitext.examples(lines)]
-    assert [example.endings for example in found] == [["a\nb"], ["c\n"]]
-    assert [example.facts["bytes_before"] for example in found] == [3, 2]
+    assert [example.endings for example in found] == [["a\nb"], ["c"]]
+    assert [example.facts["bytes_before"] for example in found] == [3, 1]
 
 
 def test_a_record_is_a_document_as_fineweb_reads_it(tmp_path):
