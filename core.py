@@ -106,12 +106,13 @@ def find_tasks(path, names):
     tasks.
     """
     if kind_of(path) == ".jsonl":
-        return [Task(path.stem, path)]
-    if not (path / "core.yaml").is_file():
+        tasks = {path.stem: Task(path.stem, path)}
+    elif (path / "core.yaml").is_file():
+        tasks = read_tasks(path / "core.yaml", read_chances(path / "eval_meta_data.csv"))
+    else:
         raise UserError(
             f"{path}: contains no core.yaml; give the directory eval_bundle, or a .jsonl file"
         )
-    tasks = read_tasks(path / "core.yaml", read_chances(path / "eval_meta_data.csv"))
     if not names:
         return list(tasks.values())
     chosen = []

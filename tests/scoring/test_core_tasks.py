@@ -319,7 +319,7 @@ def test_an_item_with_one_choice_is_right_if_the_model_would_write_it():
 def test_json_lines_have_several_names(tmp_path):
     item = dict(query="A cat in a", choices=["hat", "box"], gold=0)
     for name in ("quiz.jsonl", "quiz.ndjson", "quiz.JSONL"):
-        (example,) = core.load(write_lines(tmp_path / name, [item]))
+        (example,) = core.load(write_lines(tmp_path / name, [item]), tasks=["quiz"])
         assert example.endings == [" hat", " box"]
 
 
@@ -356,6 +356,7 @@ def test_a_continuation_that_joins_the_tokens_before_it():
         ("--bundle other.jsonl", "other.jsonl, record 1: field 'context' is missing"),
         ("--bundle gold.jsonl", "gold.jsonl, record 1: gold 2: must be from 0 to 1"),
         ("--bundle BUNDLE --tasks arc", "--tasks arc: must be one of hellaswag_zeroshot, jeopardy"),
+        ("--bundle gold.jsonl --tasks arc", "--tasks arc: must be one of gold"),
         (
             "--bundle BUNDLE --max_per_task 5",
             "too few items for --num_fewshot 10; choose a smaller number",
