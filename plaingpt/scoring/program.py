@@ -25,7 +25,7 @@ class EvalConfig:
     data: str | None = flag(
         None, ".jsonl, .csv, .parquet or text file [data set on Hugging Face's hub, if any]"
     )
-    limit: int = flag(0, "number of examples to score; 0 means all", at_least=0)
+    limit: int = flag(0, "number of examples to score (core.py: per task); 0 means all", at_least=0)
     tokens_per_forward: int | None = flag(
         None, "number of tokens per forward pass [16384; CPU: 2048]", at_least=1
     )
