@@ -103,11 +103,11 @@ def accuracy(examples, scores, lengths=1):
 
 
 def perplexity(nats):
-    """Returns exp(nats), or infinity if exp(nats) would overflow.
+    """Returns exp(nats), or infinity if exp(nats) would overflow, or NaN if nats is NaN.
 
     Nats per word are large if a text is one very long word.
     """
-    return math.exp(nats) if nats < 700 else math.inf
+    return math.inf if nats > 700 else math.exp(nats)
 
 
 def get_fields(record, **kinds):

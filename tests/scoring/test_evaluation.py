@@ -308,9 +308,13 @@ def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path
     assert figures["bits_per_byte"] == pytest.approx(nats / n_bytes / math.log(2), rel=1e-4)
 
 
+def test_perplexity_of_any_loss():
+    assert perplexity(1.0) == pytest.approx(np.e) and perplexity(10000.0) == np.inf
+    assert math.isnan(perplexity(math.nan)), "the loss of a model that has diverged"
+
+
 @pytest.mark.slow
 def test_text_without_spaces_has_an_infinite_perplexity_per_word(copy, tmp_path):
-    assert perplexity(1.0) == pytest.approx(np.e) and perplexity(10000.0) == np.inf
     (tmp_path / "zh.txt").write_text("海" * 500)
     flags = ["--checkpoint", "run", "--data", "zh.txt", "--json", "out.json"]
     out, _ = program(*flags, cwd=tmp_path, program="wikitext.py")
