@@ -44,7 +44,9 @@ VAL_NAME = re.compile(r"(^|[_.-])val(id|idation)?([_.-]|$)")
 ENDS = 2**16
 
 
-@functools.lru_cache(48)  # a process may open only 256 files on macOS
+# FineWeb-Edu has about 100 shards. Each mapped shard is an open file, and on macOS, a process may
+# open only 256 files.
+@functools.lru_cache(128)
 def open_shard(path):
     """Maps a shard into memory. Returns an array (n,) of ids."""
     # If the header is damaged, np.load may raise any kind of error.

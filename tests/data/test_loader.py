@@ -1,6 +1,7 @@
 """Token files, their sequences, the order of the sequences, and invalid data."""
 
 import re
+import resource
 
 from plaingpt.data import find_tokenizer, open_pairs, open_splits
 from plaingpt.errors import UserError
@@ -60,6 +61,25 @@ def test_validation_of_a_part_that_was_held_out_is_spread(tmp_path):
     pairs.write_text('{"prompt": "Who?", "response": "The pilot."}\n' * 100)
     train, val = open_pairs(pairs, get_tokenizer("bytes"), T)
     assert val.is_held_out and not train.is_held_out
+
+
+def test_how_many_shards_stay_open(tmp_path):
+    """The 100 shards of FineWeb-Edu stay open. A process on macOS may open 256 files."""
+    for i in range(300):
+        np.save(tmp_path / f"x_train_{i:06d}.npy", np.full(10, i, np.uint16))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        tokens = open_tokens(tmp_path, vocab_size=300)
+        for i in range(300):
+            assert tokens.read(10 * i, 10).tolist() == [i] * 10
+        open_shard.cache_clear()
+        for _ in range(2):
+            for i in range(100):
+                tokens.read(10 * i, 10)
+        assert open_shard.cache_info().misses == 100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])

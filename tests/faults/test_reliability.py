@@ -588,11 +588,11 @@ def test_a_wrong_id_in_the_middle_of_a_shard(tmp_path, layout):
 def test_shards_that_vanish(tmp_path):
     """The shards vanish while two processes train.
 
-    A process keeps up to 48 shards open, and can still read these.
+    A process keeps up to 128 shards open, and can still read these.
     """
     (tmp_path / "shards").mkdir()
     ids = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
-    for name in ("val_000000", *(f"train_{i:06}" for i in range(1, 100))):
+    for name in ("val_000000", *(f"train_{i:06}" for i in range(1, 200))):
         np.save(tmp_path / f"shards/a_{name}.npy", ids)
     flags = [*TINY, *FROM_SHARDS]
     running = spawn(*flags, *LONG, cwd=tmp_path, processes=2)
@@ -602,7 +602,7 @@ def test_shards_that_vanish(tmp_path):
     assert [process.returncode for process in running] == [2, 2]
     (saved,) = names(tmp_path / "run", "*.pt")
     for _, err in outputs:
-        assert re.match(r"error: shards/a_train_0000\d\d.npy: cannot be read \(", err), err
+        assert re.match(r"error: shards/a_train_000\d\d\d.npy: cannot be read \(", err), err
     (tmp_path / "elsewhere").rename(tmp_path / "shards")
     step = int(saved[6:12])
     out, _ = program(*flags, "--resume", "--max_steps", step + 1, cwd=tmp_path, processes=2)
