@@ -148,7 +148,7 @@ def write_texts(model, tokenizer, ids, config, seed):
     with (
         suppress(*stops),
         attention_for_many_shapes(),
-        memory_advice(f"--num_samples {n}: out of memory; choose a smaller number"),
+        memory_advice(f"--num_samples {n}: out of memory; choose fewer samples or a smaller model"),
     ):
         for new in generate_tokens(model, idx, config.max_new_tokens, **options):
             idx = torch.cat([idx, new], dim=1)

@@ -174,6 +174,16 @@ def test_end_of_text_ends_a_text(ignore, texts, monkeypatch):
     assert result["texts"] == texts
 
 
+def test_the_advice_for_too_little_memory_helps_with_one_sample(monkeypatch):
+    def fail(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
+
+    model = script(monkeypatch, [])
+    monkeypatch.setattr(generate, "generate_tokens", fail)
+    with pytest.raises(UserError, match="^--num_samples 1: out of memory; .* or a smaller model$"):
+        write_texts(model, get_tokenizer("bytes"), [10], GenerateConfig(), seed=1)
+
+
 @pytest.mark.slow
 def test_interactive_mode_reads_prompts_until_the_end(trained, python):
     flags = "--device cpu --interactive --max_new_tokens 5 --json chat.json".split()
