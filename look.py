@@ -287,11 +287,12 @@ def look_at_all(runs, config, process):
     snapshots = []
     for i, name in enumerate(names, start=1):
         looks = []
-        for run, (model, _) in zip(runs, newest):
+        for run, (model, own_tokenizer) in zip(runs, newest):
             if find_own_snapshot(run, name) != find_own_snapshot(run, None):
-                model, _ = load(run, name, process)
+                model, own_tokenizer = load(run, name, process)
             record = record_text(model, text.ids)
-            sample = write_sample(model, tokenizer, text, config.sample_tokens)
+            # In the text of a model that was trained on pairs, a line break ends the response.
+            sample = write_sample(model, own_tokenizer, text, config.sample_tokens)
             looks.append(Look(record, describe(run, name, model), sample))
         title = name or "the last checkpoints"
         snapshots.append(Snapshot(title, looks))

@@ -51,8 +51,10 @@ def find_reason(model, tokenizer, n_runs):
         return "the page shows two runs"
     if n_parameters > MOST_PARAMETERS:
         return f"the model has {n_parameters:,} parameters, more than {MOST_PARAMETERS:,}"
-    if tokenizer.source != "bytes":
+    if tokenizer.name != "bytes":
         return "the tokens are not bytes"
+    if tokenizer.source == "lines":
+        return "the model was trained on pairs"
     if c.block_size > LONGEST_CONTEXT:
         return f"the model's context has {c.block_size:,} tokens, more than {LONGEST_CONTEXT:,}"
     expected = gpt2_shapes(c)

@@ -55,6 +55,16 @@ def save_model(directory, step, gpt, tokenizer="bytes"):
     return directory
 
 
+def model_of_line_breaks():
+    """A model that predicts a line break after every token."""
+    gpt = fresh(MODEL)
+    for p in gpt.parameters():
+        torch.nn.init.zeros_(p)
+    torch.nn.init.ones_(gpt.transformer.wte.weight[BYTES.end_of_text])
+    torch.nn.init.ones_(gpt.transformer.ln_f.bias)
+    return gpt
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Writes a run with three different checkpoints. Returns its directory."""
@@ -429,6 +439,20 @@ def test_pairs(run, tmp_path, capsys):
         look_at(run, "--text", path, "--max_tokens", 4)
 
 
+def test_a_run_on_texts_and_a_run_on_pairs(tmp_path):
+    """Both have the same tokens. A line break ends only the text of the run on pairs."""
+    for source in ("bytes", "lines"):
+        save_model(tmp_path / source, 20, model_of_line_breaks(), source)
+    path = write_lines(tmp_path / "pairs.jsonl", [dict(prompt="12+3=", response="15")])
+    samples = []
+    for runs in ("bytes", "lines"), ("lines", "bytes"):
+        places = [tmp_path / name for name in runs]
+        look_at(*places, "--text", path, "--output", tmp_path / "a.html")
+        (snapshot,) = read_page(tmp_path / "a.html")["snapshots"]
+        samples.append([packed["sample"] for packed in snapshot["looks"]])
+    assert samples == [["12+3=\n\n\n\n", "12+3="], ["12+3=", "12+3=\n\n\n\n"]]
+
+
 def test_a_mark_separates_documents_as_in_training(tmp_path):
     """look.py encodes a file as training does.
 
@@ -680,6 +704,7 @@ def test_a_page_has_the_model_only_if_it_can_compute_it(run, tmp_path, page_of_t
     assert find_reason(gpt, BYTES, 1) == ""
     assert find_reason(gpt, BYTES, 2) == "the page shows two runs"
     assert find_reason(gpt, get_tokenizer("gpt2"), 1) == "the tokens are not bytes"
+    assert find_reason(gpt, get_tokenizer("lines"), 1) == "the model was trained on pairs"
     large = fresh(model.GPTConfig(1, 1, 8, 130_000, 256))
     reason = "the model has 1,042,936 parameters, more than 1,000,000"
     assert find_reason(large, BYTES, 1) == reason
