@@ -218,7 +218,9 @@ def read_pairs_of_page(path, tokenizer, n):
             break
         pairs.append(pair)
     if not pairs:
-        raise UserError(f"--text {path}: the first pair exceeds {n} tokens; give shorter pairs")
+        raise UserError(
+            f"--text {path}: does not begin with a pair of at most {n} tokens; give shorter pairs"
+        )
     ids, counted = join_pairs(pairs, tokenizer, n)
     end = int(counted.nonzero()[0][-1]) + 1  # the ids after the last response are padding
     note = "" if size <= n else f"The page shows the first {len(pairs):,} pairs."
@@ -282,6 +284,8 @@ def look_at_all(runs, config, process):
     contexts = [model.config.block_size for model, _ in newest]
     nothing = Text([tokenizer.end_of_text], None)
     given = config.text or write_sample(newest[0][0], tokenizer, nothing, N_OWN_TEXT)
+    if not given:  # the first token that the model generates ends the text
+        raise UserError(f"{runs[0].name}: the model generates no text; give --text")
     text = read_text(given, tokenizer, min(config.max_tokens, *contexts))
     names = choose_snapshots(runs, config.max_checkpoints)
     snapshots = []

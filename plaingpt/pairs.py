@@ -28,7 +28,7 @@ def encode_pair(record, tokenizer):
 
     record: a dict from read_records. Raises UserError if it contains no valid pair.
     """
-    where = f"--data {record['where']}"
+    where = record["where"]
     prompt = record.get("prompt")
     response = record.get("response")
     if isinstance(response, str):
@@ -40,7 +40,7 @@ def encode_pair(record, tokenizer):
     if tokenizer.name == "bytes" and "\n" in prompt + response:
         raise UserError(
             f"{where}: contains a line break, which is the end-of-text token of the tokenizer "
-            "bytes; use --tokenizer gpt2"
+            "bytes; remove it, or train with --tokenizer gpt2"
         )
     return tokenizer.encode(prompt), tokenizer.encode(response)
 

@@ -230,7 +230,7 @@ REFUSED = {
     '{"text": "a"}': "record 2: needs the strings prompt and response; see docs/data.md",
     '{"prompt": "a", "response": ""}': "record 2: needs the strings prompt and response",
     '{"prompt": "1+1=", "response": 2}': "record 2: needs the strings prompt and response",
-    '{"prompt": "a\\nb", "response": "c"}': "record 2: contains a line break, .*; use --tokenizer",
+    '{"prompt": "a\\nb", "response": "c"}': "record 2: contains a line break, .*; remove it, or",
     "text": r"x.jsonl, record 2: is damaged \(not JSON",
 }
 

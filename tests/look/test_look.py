@@ -435,7 +435,7 @@ def test_pairs(run, tmp_path, capsys):
     assert counted == "......xxx..xxx"
     assert data["note"] == "The page shows the first 2 pairs."
     assert data["snapshots"][0]["looks"][0]["sample"].startswith("12+3=")
-    with pytest.raises(UserError, match="pairs.jsonl: the first pair exceeds 4 tokens"):
+    with pytest.raises(UserError, match="pairs.jsonl: does not begin with a pair of at most 4 to"):
         look_at(run, "--text", path, "--max_tokens", 4)
 
 
@@ -484,6 +484,13 @@ def test_without_a_text_the_model_writes_one(run, tmp_path):
     assert "".join(data["tokens"][1:]).startswith(sample[:2])
 
 
+def test_a_model_that_writes_no_text(tmp_path):
+    """With pairs, a line break ends the text."""
+    save_model(tmp_path / "run", 20, model_of_line_breaks(), "lines")
+    with pytest.raises(UserError, match="run: the model generates no text; give --text"):
+        look_at(tmp_path / "run")
+
+
 def test_a_large_page_has_the_attention_of_the_last_checkpoint(run, tmp_path, monkeypatch):
     monkeypatch.setattr("plaingpt.look.page.LIMIT", 1000)
     look_at(run, "--text", TEXT, "--output", tmp_path / "a.html")
@@ -521,6 +528,9 @@ def test_own_code(run, tmp_path):
         ("RUN --text held.txt", "--text held.txt: no such file; give an existing file"),
         ("RUN --text empty.txt", "--text: contains no tokens; give a longer text"),
         ("RUN --text utf16.txt", "--text utf16.txt: cannot be read"),
+        ("RUN --text text.jsonl", "text.jsonl, record 1: needs the strings prompt and response"),
+        ("RUN --text lines.jsonl", "lines.jsonl, record 1: contains a line break, which is the"),
+        ("RUN --text empty.jsonl", "--text empty.jsonl: does not begin with a pair of at most 32"),
         ("RUN --text a --output no/a.html", "--output no/a.html: cannot write there"),
         ("RUN --text in.txt --output in.txt", "--output in.txt: is also an input"),
         ("cut --text a --output cut/run.json", "--output cut/run.json: is also an input"),
@@ -534,6 +544,9 @@ def test_mistakes(run, tmp_path, monkeypatch, flags, sentence):
     (tmp_path / "in.txt").write_text("a")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "utf16.txt").write_text("abc", encoding="utf-16")
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "lines.jsonl").write_text('{"prompt": "a\\nb", "response": "c"}')
+    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut/run.json").write_text("{}")
     (tmp_path / "cut/model_000005.pt").write_bytes((run / "model_000005.pt").read_bytes()[:5000])
