@@ -7,10 +7,10 @@ record contains the weights that the model really uses.
 
 import contextlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from plaingpt.sampling import attention_for_many_shapes
-from plaingpt.scoring.score import CHUNK, Row, forward
+from plaingpt.scoring.score import CHUNK
 
 import numpy as np
 import torch
@@ -148,16 +148,8 @@ def record_text(model, ids):
         with watching(model, watch) as streams, watch:
             x = model.hidden(idx)[0]  # (n, C)
         prediction = predict(model, x, targets, N_LIKELIEST)
-        prediction = replace(prediction, losses=score_tokens(model, ids, device))
         blocks = [describe_block(model, i, stream, targets) for i, stream in enumerate(streams)]
     return Record(prediction, blocks, complete_calls(watch.calls, len(model.transformer.h)))
-
-
-def score_tokens(model, ids, device):
-    """Returns the losses of all tokens except the first, (n), as benchmarks compute them."""
-    row = Row(np.array(ids[:1], np.int32), [(np.array(ids[1:], np.int32), 0, True)])
-    _, values = forward(model, [row], row.length, device)
-    return -values[0]
 
 
 @contextlib.contextmanager

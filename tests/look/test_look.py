@@ -142,6 +142,14 @@ def test_losses_are_those_of_wikitext(run, tmp_path):
         assert np.allclose(unpack(prediction["probs"], "<f4").reshape(-1, 5), probs, atol=1e-6)
 
 
+def test_the_model_runs_once():
+    gpt = randomise(fresh(MODEL)).eval()
+    calls = []
+    gpt.transformer.wte.register_forward_hook(lambda wte, args, x: calls.append(x.shape))
+    record_text(gpt, ids_of(TEXT))
+    assert calls == [(1, 28, 32)]
+
+
 def attention_by_hand(gpt, idx):
     """Computes the attention weights with the formula of Vaswani et al.: (n_layer, nh, T, T)."""
     found = []
