@@ -308,9 +308,15 @@ function riseWithout(name, from, to) {
 
 /** Returns the word of a riddle as [first, last token]: the first speaker, or the longest word. */
 function findWord() {
-  const text = shown.tokens.slice(1).map((token) => token || "\0").join("");
-  const words = Array.from(text.matchAll(/[\p{L}\0]+/gu)).filter((found) => found[0].length > 1);
-  const isSpeaker = ({ 0: word, index }) => text[index + word.length] === ":";
+  // One code unit per token, because a match counts code units: "L" for each byte of a letter, and
+  // the first code unit of every other character.
+  let unit = " ";
+  const units = shown.tokens.slice(1).map((token) => {
+    if (token) unit = /\p{L}/u.test(token) ? "L" : token[0];  // an empty token continues a character
+    return unit;
+  }).join("");
+  const words = Array.from(units.matchAll(/LL+/g));
+  const isSpeaker = ({ 0: word, index }) => units[index + word.length] === ":";
   const found = words.find(isSpeaker) ?? words.sort((a, b) => b[0].length - a[0].length)[0];
   return found && [found.index + 1, found.index + found[0].length];
 }

@@ -995,6 +995,27 @@ def test_riddles_accept_the_answer_to_their_question(browser, run, page_of_text)
 
 @pytest.mark.slow
 @needs_chromium
+@pytest.mark.parametrize(
+    "text, word",
+    [
+        ("😀😀 It is raining harbor", "raining"),
+        ("船: ab", "船"),
+        ("😀😀 ab", "ab"),  # four bytes of a symbol are no word
+        ("a 𝒜b É", "𝒜b"),
+        ("abc 😀 Él: x", "Él"),
+        ("1 a 😀", ""),
+        (f"12船 ab{' ' * 26}", "ab"),  # the context begins with the three bytes of a letter
+    ],
+)
+def test_the_word_of_a_riddle(browser, page_of_text, text, word):
+    """The first speaker, or the longest word. A letter may have several bytes."""
+    open_page(browser, page_of_text, "")
+    browser.run(f"typed.value = {json.dumps(text)}; type()")
+    assert browser.run("word()") == word
+
+
+@pytest.mark.slow
+@needs_chromium
 def test_the_answer_of_riddle_2_is_a_sentence(browser, page_of_text):
     open_page(browser, page_of_text, "")
     browser.run("typed.value = textOf(data.ids).replace('R', 'Q'); type()")
