@@ -274,58 +274,65 @@ def compare(names, given):
     if world_size > 1:
         raise UserError(f"--peer {names[-1]}: needs a single process; do not use torchrun")
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    pipes = []
-    workers = []
+    workers = []  # (process, pipe) of each model
     for name in names:
         pipe, other_end = context.Pipe()
         # A daemon is terminated when this process ends, even after an error or Ctrl-C.
         worker = context.Process(target=serve, args=(name, given, other_end), daemon=True)
         worker.start()
-        workers.append(worker)
-        other_end.close()  # otherwise, `receive` would wait forever if the worker ended
-        receive(pipe)  # waits for the first step of this worker before the next worker starts
-        pipes.append(pipe)
+        workers.append((worker, pipe))
+        other_end.close()  # otherwise, `ask` would wait forever if the worker ended
+        ask(worker, pipe, "start")  # waits for the first step before the next worker starts
     for _ in range(ROUNDS):
-        for pipe in pipes:
-            pipe.send("round")
-            receive(pipe)
-    for name, pipe, worker in zip(names, pipes, workers):
-        pipe.send("row")
-        print_result(f"{name} {receive(pipe)}")
+        for worker, pipe in workers:
+            ask(worker, pipe, "round")
+    for name, (worker, pipe) in zip(names, workers):
+        print_result(f"{name} {ask(worker, pipe, 'row')}")
         worker.join()  # lets the worker remove its semaphores; otherwise, Python prints a warning
 
 
-def receive(pipe):
-    """Returns what a worker sends through a pipe.
+def ask(worker, pipe, request):
+    """Sends a request to `serve` in a worker, and returns the answer.
 
-    If the worker sends a UserError, raises it. If the worker has ended, raises a UserError, too.
+    Raises the UserError that the worker sends, or a UserError if a signal has killed the worker. If
+    the worker has ended with a traceback, this process exits with the same status.
     """
     try:
-        found = pipe.recv()
-    except EOFError:  # Linux may kill a process without a message if memory runs out
-        raise UserError("the process of a model was killed; try a smaller --batch_size") from None
-    if isinstance(found, UserError):
-        raise found
-    return found
+        pipe.send(request)
+        answer = pipe.recv()
+    except (EOFError, ConnectionError):  # the worker has ended
+        worker.join()
+        if worker.exitcode < 0:  # Linux may kill a process without a message if memory runs out
+            message = "the process of a model was killed; try a smaller --batch_size"
+            raise UserError(message) from None
+        sys.exit(worker.exitcode)  # Python has printed the traceback of the worker
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
 
 
 def serve(name, given, pipe):
-    """Runs in a worker. Times steps in each round that `compare` requests, then sends a row."""
+    """Runs in a worker, and answers the requests of `compare`.
+
+    "start" takes the first step. "round" times steps. "row" returns the row, and ends the worker.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process, then this worker
     try:
         subject = make_subject(name, given)
         first = subject.time_step()
         seconds = []
-        pipe.send("ready")
-        while pipe.recv() == "round":
-            subject.time_step()  # not timed, because the caches still contain another model's data
-            for _ in range(pick(BenchConfig, given).steps):
-                seconds.append(subject.time_step())
-            torch.cuda.empty_cache()  # the other models need this memory
+        for request in iter(pipe.recv, "row"):
+            if request == "round":
+                subject.time_step()  # not timed: the caches still contain another model's data
+                for _ in range(pick(BenchConfig, given).steps):
+                    seconds.append(subject.time_step())
+                torch.cuda.empty_cache()  # the other models need this memory
             pipe.send("done")
         pipe.send(describe(subject, first, seconds))
     except UserError as error:
         pipe.send(error)
+    except EOFError:  # another model has failed, and `compare` has ended
+        pass
 
 
 def main(argv=None):

@@ -1,8 +1,11 @@
 """bench.py: which steps it times, and what it prints."""
 
+import math
+import multiprocessing
 import re
-import threading
-from queue import Queue
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 from plaingpt.errors import UserError
@@ -11,6 +14,7 @@ import pytest
 import torch
 from conftest import program
 from forked import CONTEXT
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import bench
 from model import GPT, GPTConfig
@@ -71,45 +75,77 @@ def forks(monkeypatch):
     monkeypatch.setattr(bench.multiprocessing, "get_context", lambda method: CONTEXT)
 
 
-def test_peers_get_a_row_each(forks, capsys):
+@dataclass
+class LoggedPipe:
+    """The end of a pipe that bench.py has. Appends what it sends and receives to a log."""
+
+    end: Connection
+    log: list
+
+    def send(self, request):
+        self.log.append(request)
+        self.end.send(request)
+
+    def recv(self):
+        answer = self.end.recv()
+        self.log.append("row of a model" if "tok/s" in answer else answer)
+        return answer
+
+
+def test_peers_get_a_row_each(monkeypatch, capsys):
+    """The models take turns: bench.py waits for a model before it sends the next request."""
+    log = []
+
+    def logged_pipe():
+        end, other_end = CONTEXT.Pipe()
+        return LoggedPipe(end, log), other_end
+
+    context = SimpleNamespace(Process=CONTEXT.Process, Pipe=logged_pipe)
+    monkeypatch.setattr(bench.multiprocessing, "get_context", lambda method: context)
     bench.main([*map(str, SMALL), *"--batch_size 2 --peer transformers plain".split()])
     rows = capsys.readouterr().out.splitlines()
     for row, (name, optimizer) in zip(
         rows, [("plaingpt", "muon"), ("transformers", "adamw"), ("plain", "adamw")], strict=True
     ):
         assert re.search(ROW.format(f"{name} ", optimizer), row), row
+    assert log == 3 * ["start", "done"] + 9 * ["round", "done"] + 3 * ["row", "row of a model"]
 
 
-def test_models_are_timed_in_turn(monkeypatch, capsys):
-    """In each of three rounds, each model takes an untimed step, and then --steps timed steps."""
-    made = []
+def test_a_round_has_an_untimed_step():
+    """Counts the steps of the optimizer: one at the start, then 1 + --steps in each round."""
+    n_steps = 0
 
-    class Subject:
-        def __init__(self, name):
-            self.name = name
+    def count(*_):
+        nonlocal n_steps
+        n_steps += 1
 
-        def time_step(self):
-            made.append(self.name)
-            return len(made)
+    pipe, other_end = multiprocessing.Pipe()
+    for request in ("start", "round", "round", "round", "row"):
+        pipe.send(request)
+    given = dict(preset="baby", block_size=32, batch_size=2, steps=2, device="cpu")
+    hook = register_optimizer_step_post_hook(count)
+    bench.serve("plain", given, other_end)
+    hook.remove()
+    assert n_steps == 1 + 3 * (1 + 2)
+    answers = [pipe.recv() for _ in range(5)]
+    assert answers[:4] == ["done"] * 4 and "baby B=2 T=32" in answers[4]
 
-    def make_pipe():
-        first, second = Queue(), Queue()
-        return [
-            SimpleNamespace(send=outbox.put, recv=inbox.get, close=lambda: None)
-            for inbox, outbox in ((first, second), (second, first))
-        ]
 
-    threads = SimpleNamespace(Process=threading.Thread, Pipe=make_pipe)
-
-    monkeypatch.setattr(bench, "make_subject", lambda name, given: Subject(name))
-    monkeypatch.setattr(bench, "describe", lambda subject, first, seconds: f"{first} {seconds}")
-    monkeypatch.setattr(bench.multiprocessing, "get_context", lambda method: threads)
-    monkeypatch.setattr(bench.signal, "signal", lambda *handler: None)
-    bench.main(["--peer", "plain", "--steps", "2"])
-    assert made == ["plaingpt", "plain", *3 * (3 * ["plaingpt"] + 3 * ["plain"])]
-    assert capsys.readouterr().out == (
-        "plaingpt 1 [4, 5, 10, 11, 16, 17]\nplain 2 [7, 8, 13, 14, 19, 20]\n"
-    )
+@pytest.mark.parametrize(
+    "function, argument, error, words",
+    [
+        (signal.raise_signal, signal.SIGKILL, UserError, "the process of a model was killed; try"),
+        (math.sqrt, -1, SystemExit, "^1$"),  # a bug
+    ],
+    ids=["killed", "bug"],
+)
+def test_only_a_signal_kills_a_model(function, argument, error, words):
+    pipe, other_end = CONTEXT.Pipe()
+    worker = CONTEXT.Process(target=function, args=[argument])
+    worker.start()
+    other_end.close()
+    with pytest.raises(error, match=words):
+        bench.ask(worker, pipe, "start")
 
 
 @pytest.mark.parametrize(
