@@ -6,11 +6,11 @@
 
 In this help, [x] is the default of a flag. A preset may set a different value.
 
---peer also times the training step of other implementations of GPT-2, with
-AdamW. There are 3 rounds, and in each round, each model runs --steps steps. So
-another program on the machine slows down all models equally. Each model runs in
-its own process and prints its own row. The peers first compute all logits, and
-then the loss:
+--peer also times the training step of other implementations of GPT-2. All
+models use AdamW, and no dropout. There are 3 rounds, and in each round, each
+model runs --steps steps, so another program on the machine slows down all
+models equally. Each model runs in its own process and prints its own row. The
+peers first compute all logits, and then the loss:
 
 - transformers: Hugging Face's GPT-2 (pip install transformers).
 - plain: our model, with the output layer and the loss of build-nanogpt.
@@ -111,11 +111,15 @@ class Peer(torch.nn.Module):
             self.model = GPT(replace(config, vocab_size=n_rows))
         else:
             hf = require("transformers")
-            # use_cache is False, because training needs no KV cache.
             hf_config = hf.GPT2Config(
-                **vars(config), n_positions=config.block_size, use_cache=False
+                **vars(config),
+                n_positions=config.block_size,
+                embd_pdrop=config.dropout,
+                attn_pdrop=config.dropout,
+                resid_pdrop=config.dropout,
+                use_cache=False,  # only generation needs a KV cache
             )
-            self.model = hf.GPT2LMHeadModel(hf_config).eval()  # eval turns dropout off
+            self.model = hf.GPT2LMHeadModel(hf_config)
 
     def forward(self, idx, targets):
         logits = self.model(idx)[0].float()  # (B, T, vocab_size)
@@ -176,7 +180,10 @@ def make_subject(name, given):
     UserError if a flag has a wrong value, or if memory runs out.
     """
     bench = pick(BenchConfig, given)
-    values = {**PRESETS[bench.preset], **given}
+    values = dict(PRESETS[bench.preset])
+    if bench.peer:  # the peers have the same settings as our model
+        values.update(optimizer="adamw", dropout=0.0)
+    values.update(given)
     gpt_config = pick(GPTConfig, values)
     if bench.large:
         import train_large  # imports PyTorch's modules for parallelism, which takes two seconds
@@ -197,7 +204,6 @@ def make_subject(name, given):
         batch_size=largest_B,
         # With --pp, each process has one micro-batch per pipeline stage.
         total_batch_size=largest_B * config.min_micro_batches * T * process.world_size,
-        optimizer=config.optimizer if name == OURS else "adamw",
     )
     check_step_size(config, T, math.inf, process, is_B_given=True)
     if name == OURS:
@@ -342,6 +348,8 @@ def main(argv=None):
         raise UserError("--tp and --pp: need --large; give --large, or remove --tp and --pp")
     if bench.large and bench.peer:
         raise UserError("--peer: needs a single process, but --large needs several; remove one")
+    if bench.peer and given.get("optimizer") == "muon":
+        raise UserError("--peer: all models use AdamW; remove --optimizer")
     if bench.peer:
         compare([OURS, *bench.peer], given)
         return

@@ -104,11 +104,20 @@ def test_peers_get_a_row_each(monkeypatch, capsys):
     monkeypatch.setattr(bench.multiprocessing, "get_context", lambda method: context)
     bench.main([*map(str, SMALL), *"--batch_size 2 --peer transformers plain".split()])
     rows = capsys.readouterr().out.splitlines()
-    for row, (name, optimizer) in zip(
-        rows, [("plaingpt", "muon"), ("transformers", "adamw"), ("plain", "adamw")], strict=True
-    ):
-        assert re.search(ROW.format(f"{name} ", optimizer), row), row
+    for row, name in zip(rows, ("plaingpt", "transformers", "plain"), strict=True):
+        assert re.search(ROW.format(f"{name} ", "adamw"), row), row
     assert log == 3 * ["start", "done"] + 9 * ["round", "done"] + 3 * ["row", "row of a model"]
+
+
+def test_models_are_compared_with_the_same_settings():
+    """The preset has Muon and dropout."""
+    given = dict(preset="mini", block_size=8, device="cpu", batch_size=1, peer=["plain"])
+    for name in (bench.OURS, "plain", "transformers"):
+        training = bench.make_subject(name, given).training
+        assert training.config.optimizer == "adamw" and training.model.training
+        modules = training.model.modules()
+        assert {each.p for each in modules if isinstance(each, torch.nn.Dropout)} == {0.0}
+        assert training.gpt_config.dropout == 0.0
 
 
 def test_a_round_has_an_untimed_step():
@@ -153,6 +162,7 @@ def test_only_a_signal_kills_a_model(function, argument, error, words):
     [
         ("--peer plain", dict(RANK="0", WORLD_SIZE="2"), "--peer plain: needs a single process"),
         ("--peer plain --large", {}, "--peer: needs a single process, but --large needs several"),
+        ("--peer plain --optimizer muon", {}, "--peer: all models use AdamW; remove --optimizer"),
     ],
 )
 def test_peers_that_cannot_be_timed(flags, variables, sentence, monkeypatch):
