@@ -36,7 +36,6 @@ import time
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Literal, get_type_hints
 
-from plaingpt.batch_size import check_step_size
 from plaingpt.checkpoint import make_whole_gpt
 from plaingpt.device import choose_compile, peak_flops
 from plaingpt.errors import UserError, require, run_program
@@ -51,7 +50,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from model import GPT, GPTConfig
-from train_gpt2 import TrainConfig, Training, step_size, train_step
+from train_gpt2 import TrainConfig, Training, train_step
 
 OURS = "plaingpt"  # the label of our own row, with --peer
 ROUNDS = 3
@@ -179,52 +178,63 @@ def make_subject(name, given):
     name: OURS, or the name of a peer. given: {name: value} of the flags on the command line. Raises
     UserError if a flag has a wrong value, or if memory runs out.
     """
+    training = build_training(name, given)
+    gpt_config, config, process = training.gpt_config, training.config, training.process
+    T = gpt_config.block_size
+    # With --pp, a step contains one micro-batch per pipeline stage.
+    B = config.batch_size * config.min_micro_batches
+    torch.manual_seed(process.rank)
+    with batch_size_advice(B):
+        x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
+    micro_batches = list(zip(x.split(config.batch_size), y.split(config.batch_size)))
+    label = f"{pick(BenchConfig, given).preset} B={B} T={T}"
+    flops = make_whole_gpt(GPT, gpt_config).flops_per_token()
+    return Subject(label, config, process, training, micro_batches, B, T, flops)
+
+
+def build_training(name, given):
+    """Builds the Training of our model or of a peer. Its config contains the batch size to time.
+
+    The arguments are as in make_subject.
+    """
     bench = pick(BenchConfig, given)
+    gpt_config, config, training_class = choose_settings(bench, given)
+    process = training_class.setup(config)
+    if not bench.large:
+        largest_B = 64 if process.device.type == "cuda" else 4
+        config = replace(config, batch_size=bench.batch_size or largest_B)
+    T = gpt_config.block_size
+    n_sequences = config.batch_size * config.min_micro_batches * process.world_size
+    config = replace(
+        config,
+        compile=choose_compile(config.compile, process.device),
+        total_batch_size=n_sequences * T,
+    )
+    if name == OURS:
+        training = training_class(gpt_config, config, process)
+    else:
+        training = PeerTraining(name, gpt_config, config, process)
+    if not (bench.batch_size or bench.peer):  # with --peer, all models use the same batch size
+        training.fit_batch_size(T)
+    return training
+
+
+def choose_settings(bench, given):
+    """Returns the GPTConfig, the TrainConfig and the subclass of Training for these flags.
+
+    bench: the BenchConfig. given: as in make_subject.
+    """
     values = dict(PRESETS[bench.preset])
     if bench.peer:  # the peers have the same settings as our model
         values.update(optimizer="adamw", dropout=0.0)
     values.update(given)
     gpt_config = pick(GPTConfig, values)
-    if bench.large:
-        import train_large  # imports PyTorch's modules for parallelism, which takes two seconds
+    if not bench.large:
+        return gpt_config, pick(TrainConfig, values), Training
+    import train_large  # imports PyTorch's modules for parallelism, which takes two seconds
 
-        config = pick(train_large.LargeConfig, values)
-        training_class = train_large.choose_training(config)
-    else:
-        config = pick(TrainConfig, values)
-        training_class = Training
-    process = training_class.setup(config)
-    T = gpt_config.block_size
-    largest_B = bench.batch_size or (64 if process.device.type == "cuda" else 4)
-    if bench.large:
-        largest_B = config.batch_size  # of the preset, unless the user has given --batch_size
-    config = replace(
-        config,
-        compile=choose_compile(config.compile, process.device),
-        batch_size=largest_B,
-        # With --pp, each process has one micro-batch per pipeline stage.
-        total_batch_size=largest_B * config.min_micro_batches * T * process.world_size,
-    )
-    check_step_size(config, T, math.inf, process, is_B_given=True)
-    if name == OURS:
-        training = training_class(gpt_config, config, process)
-    else:
-        training = PeerTraining(name, gpt_config, config, process)
-    B = largest_B * config.min_micro_batches
-    # With --peer, all models use the same batch size. train_large.py does not search for one.
-    if not (bench.batch_size or bench.peer or bench.large):
-        training.fit_batch_size(T)
-        config = training.config
-        B = config.batch_size
-    # All micro-batches have the same size. With --pp, a step contains several of them.
-    _, micro_B = step_size(0, config, T, process)
-    torch.manual_seed(process.rank)
-    with batch_size_advice(B):
-        x, y = torch.randint(gpt_config.vocab_size, (2, B, T), device=process.device)  # (B, T) each
-    micro_batches = list(zip(x.split(micro_B), y.split(micro_B)))
-    label = f"{bench.preset} B={B} T={T}"
-    flops = make_whole_gpt(GPT, gpt_config).flops_per_token()
-    return Subject(label, config, process, training, micro_batches, B, T, flops)
+    config = pick(train_large.LargeConfig, values)
+    return gpt_config, config, train_large.choose_training(config)
 
 
 def describe(subject, first, seconds):
