@@ -22,9 +22,9 @@ After the settings, the row shows:
 - the FLOPs per second of the model, counted with full attention,
 - the fraction of the GPU's peak FLOPs per second (data sheet), if known,
 - the peak memory of one process (on a GPU, only the memory of its tensors),
-- the time of the first step. If --batch_size is given, this time includes
-  compilation. Otherwise, the search for a batch size has already compiled the
-  model.
+- the time of the first step. It includes compilation, unless the search for a
+  batch size has already compiled the model. bench.py searches only on a GPU,
+  and without --batch_size, --large and --peer.
 """
 
 import math
