@@ -301,9 +301,22 @@ def draw(runs, x, wanted=None):
         panel.grid(alpha=0.25)
         panel.xaxis.set_major_formatter(require("matplotlib.ticker").EngFormatter(sep=""))  # 1.5M
         panel.yaxis.set_major_formatter("{x:,.9g}")  # prints 0.0006, not 6 with a factor of 1e-4
-    handles = figure.axes[0].get_legend_handles_labels()  # all panels share one legend
-    figure.legend(*handles, loc="outside upper center", ncols=3)
+    figure.legend(handles=find_legend(panels), loc="outside upper center", ncols=3)
     return figure
+
+
+def find_legend(panels):
+    """Returns the lines of the legend that all panels share. panels: {name: Axes}.
+
+    The legend contains the lines of each group in the panel loss, or else in the first panel that
+    contains the group.
+    """
+    lines = []
+    for name in sorted(panels, key=lambda name: name != "loss"):
+        shown = {line.get_color() for line in lines}  # each group has its own color
+        drawn, _ = panels[name].get_legend_handles_labels()
+        lines += [line for line in drawn if line.get_color() not in shown]
+    return lines
 
 
 def find_panels(runs):

@@ -54,6 +54,23 @@ def test_only_the_wanted_panels_are_drawn():
         plot.draw(runs, "steps", ["hella"])
 
 
+def legend_of(runs, panels=None):
+    """The texts of the legend of a plot. runs: {name: streams}."""
+    figure = plot.draw({name: (streams, {}) for name, streams in runs.items()}, "steps", panels)
+    (legend,) = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_every_group_is_in_the_legend():
+    """With its lines of the panel loss, or else with those of its first panel."""
+    streams = {name: {0: 1.0, 1: 1.0} for name in ("lr", "train", "val")}
+    runs = {"log/a": streams, "log/b": streams, "log/c": {"lr": streams["lr"], "mine": {0: 1.0}}}
+    losses = [f"log/{run}, {kind}" for run in "ab" for kind in ("training", "validation")]
+    assert legend_of(runs) == [*losses, "log/c"]
+    assert legend_of(runs, ["lr", "loss"]) == [*losses, "log/c"]
+    assert legend_of(runs, ["lr", "mine"]) == ["log/a", "log/b", "log/c"]
+
+
 @pytest.mark.slow
 def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
     """Calculated by hand, the interval is -0.2 ± t(4) x 0.1 x sqrt(2/3), with t(4) = 2.776."""
@@ -288,11 +305,8 @@ def test_a_step_of_a_thousand_digits_is_no_step(tmp_path):
 
 
 def test_names_that_begin_with_an_underscore_are_in_the_legend():
-    figure = plot.draw({name: ({"val": {0: 1.0}}, {}) for name in ("_a", "b")}, "steps")
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "./_a, validation",
-        "b, validation",
-    ]
+    runs = {name: {"val": {0: 1.0}} for name in ("_a", "b")}
+    assert legend_of(runs) == ["./_a, validation", "b, validation"]
 
 
 def test_plot_of_a_run_with_a_dollar_in_its_name(tmp_path):
