@@ -10,9 +10,11 @@
 Runs form a group if their names differ only in a number after a final "-" or
 "_", and if their settings differ only in --seed or in flags that do not change
 the losses. A line shows the mean of a group, and a band shows the mean ± one
-standard deviation. The table compares each group with the first group, or says
-why their losses are not comparable. The 95 % confidence interval of the
-difference is from Welch's t-test, which needs two runs in each group.
+standard deviation. The table shows the validation loss of each group at the
+last step at which all its runs were validated. It compares each group with the
+first group, or says why their losses are not comparable. The 95 % confidence
+interval of the difference is from Welch's t-test, which needs two runs in each
+group.
 
 The training loss is drawn as a running mean. The y axes of the panels loss and
 norm are scaled to the values after the first 10 % of the steps. Dotted lines
@@ -115,21 +117,24 @@ def validation_of(facts):
 def compare_groups(groups):
     """Returns the rows of a table: final validation losses, and differences from the first group.
 
-    If no run has a validation loss, returns []. groups: the result of group_runs.
+    The losses of a group are from the last step at which all its runs were validated. If no run has
+    a validation loss, returns []. groups: the result of group_runs.
     """
     rows = [("group", "runs", "step", "val loss", "difference", "95 % interval")]
     first_losses = []  # losses of the first group
     first_validation = {}
     for name, runs in groups.items():
-        ends = []  # (step, loss) of each run
-        for streams, _ in runs:
-            if "val" in streams:
-                ends.append(list(streams["val"].items())[-1])
-        if not ends:
+        validated = [streams for streams, _ in runs if "val" in streams]
+        if not validated:
             continue
+        steps = common_steps(validated, "val")
+        if not steps:
+            ends = sorted({max(streams["val"]) for streams in validated})
+            steps_of_runs = ", ".join(map(str, ends))
+            rows.append((name, str(len(validated)), steps_of_runs, "", "different steps", ""))
+            continue
+        losses = [streams["val"][steps[-1]] for streams in validated]
         validation = validation_of(runs[0][1])
-        steps = sorted({step for step, _ in ends})
-        losses = [loss for _, loss in ends]
         spread = f" ± {np.std(losses, ddof=1):.4f}" if len(losses) > 1 else ""
         difference = ""
         interval = ""
@@ -151,13 +156,13 @@ def compare_groups(groups):
             (
                 name,
                 str(len(losses)),
-                ", ".join(map(str, steps)),
+                str(steps[-1]),
                 f"{np.mean(losses):.4f}{spread}",
                 difference,
                 interval,
             )
         )
-    return rows if first_losses else []
+    return rows if len(rows) > 1 else []
 
 
 def legend_label(name):

@@ -147,6 +147,27 @@ def test_losses_are_compared_if_the_validation_is_the_same(settings, difference)
     assert row[:5] == ("log", "1", "5", "9.5000", "+7.0000")
 
 
+def test_a_mean_is_of_losses_of_the_same_step():
+    """A run of a group may have stopped early, as a-2, or may still run."""
+    curves = {
+        "a-1": {0: 5.5, 100: 2.0, 1000: 1.0},
+        "a-2": {0: 5.5, 100: 4.0},
+        "b-1": {50: 2.0},
+        "b-2": {60: 2.0},
+        "c": {100: 2.5},
+    }
+    facts = dict(train_config={}, model_config={}, fingerprints={})
+    groups = plot.group_runs({name: ({"val": val}, facts) for name, val in curves.items()})
+    assert [tuple(filter(None, row)) for row in plot.compare_groups(groups)[1:]] == [
+        ("a", "2", "100", "3.0000 ± 1.4142"),
+        ("b", "2", "50, 60", "different steps"),
+        ("c", "1", "100", "2.5000", "-0.5000"),
+    ]
+    for name in "ac":
+        del groups[name]
+    assert plot.compare_groups(groups)[1:] == [("b", "2", "50, 60", "", "different steps", "")]
+
+
 def test_runs_of_other_data_are_no_group():
     """The file of --data may have changed between the runs."""
     runs = {"a-1": run_with(1.0), "a-2": run_with(1.5), "a-3": run_with(2.0, split="8 tokens")}
