@@ -1,6 +1,7 @@
 """Plots show the numbers in the log."""
 
 import re
+from xml.etree import ElementTree
 
 from plaingpt import files
 from plaingpt.errors import UserError
@@ -227,10 +228,17 @@ def test_the_kind_of_the_picture_must_be_known(output):
 def test_writes_every_format(tmp_path, kind):
     program(BABY, BABY, "--output", f"x.{kind}", cwd=tmp_path, program="plot.py")
     path = tmp_path / f"x.{kind}"
-    assert path.stat().st_size > 9000
     if kind == "png":
         pixels = matplotlib.image.imread(path)[..., :3]
         assert pixels.shape[1] == 1200 and 0.7 < pixels.mean() < 1  # the background is white
+    elif kind == "svg":  # names each text in a comment
+        root = ElementTree.parse(path).getroot()
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "<!-- loss (nats per token) -->" in path.read_text("utf-8")
+    else:
+        data = path.read_bytes()
+        assert data.startswith(b"%PDF-") and data.rstrip().endswith(b"%%EOF")
+        assert b"/Count 1 " in data  # a page
 
 
 @pytest.mark.slow
@@ -307,8 +315,14 @@ def test_plot_of_a_strange_run(tmp_path, log, facts, message):
         plot.main([str(tmp_path), "--output", str(tmp_path / "a.png")])
 
 
-def test_plot_of_a_diverged_run():
-    plot.draw({"run": ({"val": {0: np.nan, 1: np.inf}, "norm": {0: np.inf}}, {})}, "steps")
+def test_plot_of_a_diverged_run(tmp_path):
+    """NaN and infinity are not drawn, and do not change the axes."""
+    streams = {"val": {0: 3.0, 1: 2.0, 2: np.nan, 3: np.inf}, "norm": {0: np.inf}}
+    figure = plot.draw({"run": (streams, {})}, "steps")
+    figure.savefig(tmp_path / "a.png")
+    loss, norm = figure.axes
+    assert loss.get_ylim() == pytest.approx((1.9, 2.1))
+    assert np.isfinite(norm.get_ylim()).all()
 
 
 @pytest.mark.parametrize("stream", ["val", "train", "hella", "lr", "mine"])
