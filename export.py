@@ -96,8 +96,10 @@ def is_edited(signed):
 def make_card(source, model, tokenizer, config):
     """Returns the text of the model card. source: the path of the checkpoint. config: the flags."""
     facts = asdict(model.config)
-    run_json = read_facts(source.with_name("run.json"))
-    known = run_json["train_config"] | run_json  # the dtype in run_json is never "auto"
+    known = {}
+    if source.match("model_*.pt"):  # beside any other file or directory, run.json may be foreign
+        run_json = read_facts(source.with_name("run.json"))
+        known = run_json["train_config"] | run_json  # the dtype in run_json is never "auto"
     for fact in FACTS:
         if known.get(fact):
             facts[fact] = known[fact]

@@ -244,6 +244,17 @@ def test_an_edited_model_card_stays(exported, tmp_path):
     assert card.read_text() == edited and "# My model" in edited
 
 
+@pytest.mark.parametrize("name, is_own", [("model_best.pt", True), ("a.pt", False), ("hf", False)])
+def test_the_card_names_no_facts_of_another_run(tmp_path, name, is_own):
+    """Only a checkpoint of a run has the run.json that is beside it."""
+    export = importlib.import_module("export")
+    (tmp_path / "run.json").write_text('{"device": "NVIDIA H100", "train_config": {"max_lr": 3}}')
+    model = GPT(GPTConfig(1, 1, 8, 8, 256))
+    config = export.ExportConfig()
+    card = export.make_card(tmp_path / name, model, get_tokenizer("bytes"), config)
+    assert ("| device | NVIDIA H100 |" in card) == ("| max_lr | 3 |" in card) == is_own
+
+
 def test_a_damaged_run_json_is_named(tmp_path):
     make_card = importlib.import_module("export").make_card
     model = GPT(GPTConfig(1, 1, 8, 8, 256))
