@@ -1,7 +1,7 @@
 """Runs train_gpt2.py, or train_large.py with --large, on a GPT whose forward adds a second loss.
 
-Also checks that splitting the model replaces none of its methods and attributes, except `hidden`,
-which PyTorch's register_fsdp_forward_method wraps.
+Also checks that the methods and attributes of a GPT are still the same after the GPT was split. The
+only exception is `hidden`, which PyTorch's register_fsdp_forward_method wraps.
 """
 
 from plaingpt.errors import run_program

@@ -10,7 +10,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Browser:
-    """A window of Chromium without a network. `console` contains its errors and messages."""
+    """A window of Chromium without a network. `console`: the errors and messages of its pages."""
 
     def __init__(self, directory):
         read_end, its_output = os.pipe()
@@ -21,7 +21,7 @@ class Browser:
             "--disable-gpu",
             "--host-resolver-rules=MAP * ~NOTFOUND",
             f"--user-data-dir={directory}",
-            # Chromium reads commands from file descriptor 3, and writes answers to 4.
+            # Chromium reads commands from file descriptor 3, and writes answers to descriptor 4.
             "--remote-debugging-pipe",
         ]
         redirect = f'exec "$0" "$@" 3<&{its_input} 4>&{its_output}'
@@ -83,6 +83,6 @@ class Browser:
 
     def close(self):
         command = dict(id=self.n + 1, method="Browser.close")
-        # This function reads no answer, because Chromium may exit before it answers.
+        # `send` would wait for an answer, but Chromium may exit before it answers.
         self.commands.write(json.dumps(command).encode() + b"\0")
         self.process.wait(timeout=60)

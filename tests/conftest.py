@@ -29,27 +29,27 @@ from model import GPT, GPTConfig
 from train_gpt2 import DataLoaderLite
 
 torch.set_num_threads(1)  # two pytest workers share the machine
-# If a shell starts pytest in the background or with nohup, pytest ignores SIGINT or SIGHUP. The
-# programs of the tests would inherit this.
+# If a shell starts pytest in the background or with nohup, pytest ignores SIGINT or SIGHUP. A program
+# that a test starts would then also ignore the signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = Path(__file__).parent.parent
 # The flags of FSDP, TP and PP. If the flags contain --large, `spawn` starts train_large.py instead
 # of train_gpt2.py.
 FSDP, TP, PP = ["--large"], ["--large", "--tp", 2], ["--large", "--pp", 2]
-# The flags of a run of about one second. Each step reads 16 sequences of 32 bytes; the model has
-# two layers. The optimizer is AdamW, because Muon computes in bfloat16 if the CPU supports it.
+# The flags of a run of about one second. Each step reads 16 sequences of 32 bytes. The model has two
+# layers. The optimizer is AdamW, because Muon computes in bfloat16 if the CPU supports bfloat16.
 TINY = (
     "--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 "
     "--batch_size 8 --max_steps 10 --warmup_steps 2 --val_tokens 1024 --val_every 5 "
     "--sample_every 0 --sample_tokens 4 --log_every 1 --dtype float32 --device cpu "
     "--optimizer adamw --max_lr 4e-3 --min_lr 4e-4 --schedule cosine"
 ).split()
-# The model of a run with the flags TINY.
+# The GPTConfig of a run with the flags TINY.
 MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=32, vocab_size=256)
 CPU = torch.device("cpu")
 ALONE = Process(0, 1, CPU, torch.float32)
-# Replaces a Data object in a call of estimate_loss: each token id stands for one byte.
+# A stand-in for a Data object in a call of estimate_loss: each token id stands for one byte.
 ONE_BYTE_IDS = SimpleNamespace(n_bytes_of_id=np.ones(256, np.int64))
 TEXT = "".join(f"Sentence {i} of a text that is long enough.\n" for i in range(4000))
 WORDS = (
@@ -73,8 +73,8 @@ def spawn(
 ):
     """Starts a program in one or more processes, as torchrun does. Returns a list of Programs.
 
-    fresh: start a new Python interpreter instead, and return Popen objects. online: the program may
-    use the Hugging Face Hub. options: passed to Program.
+    fresh: start new Python interpreters instead of forking, and return a list of Popen objects.
+    online: the program may use the Hugging Face Hub. options: passed to Program.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -118,9 +118,9 @@ def spawn(
 
 
 def wait_for(process, words):
-    """Reads the program's output until a line starts with `words`.
+    """Reads the output of a process until a line starts with `words`.
 
-    Fails if the program exits before it prints such a line.
+    Fails if the process exits before it prints such a line.
     """
     assert any(line.startswith(words) for line in process.stdout), process.stderr.read()
 
@@ -171,14 +171,14 @@ def optimizer_values(saved):
 
 
 def forget_steps_after(directory, step):
-    """Deletes all checkpoints after `step`, as if the run had been killed before it saved them."""
+    """Deletes the checkpoints of all later steps, as if the run had been killed before them."""
     for path in directory.glob("model_*.pt"):
         if path.name > f"model_{step:06d}.pt":
             path.unlink()
 
 
 def stopped_at(out):
-    """Returns the step that a stopped run has saved, according to its output."""
+    """Returns the step of the checkpoint that a stopped run has saved. out: the run's output."""
     return int(re.search(r"stopped by a signal or --max_minutes; step (\d+) is saved", out)[1])
 
 
@@ -218,8 +218,8 @@ def fresh(config):
 def randomise(model):
     """Draws all parameters from a normal distribution, including biases and gains.
 
-    If biases were 0 and gains were 1, a test would not notice a missing bias or gain. With this
-    std, the logits differ more than those of GPT-2's initialization.
+    If biases were 0 and gains were 1, a test would not notice a missing bias or gain. GPT-2's
+    initialization has a std of 0.02. With 0.3, the logits of a position differ more.
     """
     torch.manual_seed(0)
     for p in model.parameters():
@@ -230,7 +230,7 @@ def randomise(model):
 def overfit(model, rows, last, steps=40, lr=0.01):
     """Trains a model to predict the last tokens of each row.
 
-    rows: lists of ids. last: the number of ids to predict in each row.
+    rows: lists of token ids. last: the number of tokens to predict in each row.
     """
     idx = torch.tensor([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])  # (B, T)
     at = torch.tensor([[len(row) - last + i for i in range(last)] for row in rows])  # (B, last)
@@ -243,7 +243,7 @@ def overfit(model, rows, last, steps=40, lr=0.01):
 
 
 def as_training(model, config):
-    """Returns an object with the attributes of a Training that estimate_loss needs.
+    """Returns a stand-in for a Training, with all attributes that estimate_loss needs.
 
     config: TrainConfig.
     """
@@ -255,10 +255,11 @@ def as_training(model, config):
 
 
 def apply_patch(name, directory):
-    """Applies a patch of experiments/ to copies of this clone's files.
+    """Applies experiments/{name}.patch to the files in a directory.
 
-    The copies include uncommitted edits, and git merges the patch with edits near its lines. For
-    this merge, git reads the file from which the patch was made in the history of this clone.
+    directory: contains copies of this clone's files, including uncommitted edits. If a copy differs
+    from the version for which the patch was made, git merges the differences with the patch. For
+    this merge, git reads that version from the history of this clone.
     """
 
     def git(*command, cwd=directory):
@@ -281,7 +282,7 @@ def write_lines(path, records):
 
 
 def write_bin(path, tokens):
-    """Writes a shard in llm.c's format: uint16 for GPT-2's token ids, uint32 for Llama 3's."""
+    """Writes a shard in llm.c's format. tokens: uint16 for GPT-2's ids, uint32 for Llama 3's ids."""
     header = np.zeros(256, "<i4")
     header[:3] = *((20240801, 7) if tokens.dtype == np.uint32 else (20240520, 1)), len(tokens)
     path.write_bytes(header.tobytes() + tokens.tobytes())
@@ -289,10 +290,10 @@ def write_bin(path, tokens):
 
 @contextlib.contextmanager
 def small_disk(directory, size):
-    """Mounts a disk of `size` bytes on a directory. Yields `limits` for a Program.
+    """Mounts a disk of `size` bytes on a directory. Yields the argument `limits` for a Program.
 
-    If this process may not mount a disk, the limits restrict the size of each file to a third of
-    `size` instead.
+    If this process may not mount a disk, `limits` restricts the size of each file to size // 3
+    bytes. Otherwise, `limits` is empty.
     """
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", directory]
@@ -315,7 +316,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def no_process_survives(request):
-    """Kills the programs that a failed test leaves behind.
+    """Kills the programs that are still running after a test.
 
     Fails if a test starts a program and is not marked as slow.
     """
@@ -330,9 +331,9 @@ def no_process_survives(request):
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    """Makes float32 matrix multiplications exact again before each test.
+    """Restores the full precision of float32 matrix multiplications before each test.
 
-    An earlier test in this process may have called setup(..., "bfloat16"), which lowers their
+    An earlier test in this process may have called setup(..., "bfloat16"), which lowers this
     precision.
     """
     torch.set_float32_matmul_precision("highest")
@@ -369,9 +370,9 @@ def shards(tmp_path):
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """The directory of a run of ten steps without a fault, with checkpoints of steps 5 and 10.
+    """The directory of an uninterrupted run of ten steps, with the checkpoints of steps 5 and 10.
 
-    Tests only read this directory. A test that changes its files uses the fixture `copy`.
+    Tests only read this directory. A test that changes the files uses the fixture `copy`.
     """
     directory = tmp_path_factory.mktemp("whole")
     train("--log_dir", "run", "--save_every", 5, cwd=directory)
@@ -380,7 +381,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python():
-    """The path of an executable that runs Python programs by forking, so that they start fast."""
+    """The path of an executable that starts a Python program fast, by forking a process."""
     with forking_python() as path:
         yield path
 

@@ -1,4 +1,4 @@
-"""Trains a copy of the program after a test has replaced lines of its model.py."""
+"""Trains with a copy of the program. Tests replace lines of the copied model.py."""
 
 import shutil
 
@@ -24,15 +24,18 @@ def copy_program(directory):
         copy = directory / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
-    # With --tp 2, one process has the logits of the ids below 128, and the other process has all
-    # others. Each letter é consists of two bytes above 128, so both processes have targets.
+    # With --tp 2, one process computes the logits of ids below 128, and the other process computes
+    # all other logits. Each letter é has two bytes above 128, so both processes have targets.
     text = (ROOT / "input.txt").read_text()[:20_000].replace("e", "é")
     (directory / "input.txt").write_text(text, "utf-8")
     (directory / "words.txt").write_text("The boat came home with the evening tide\nThe end\n")
 
 
 def run(directory, name, steps, *flags, **options):
-    """Trains with the copied program. Returns (stdout, stderr) of rank 0."""
+    """Runs the copied program in a directory. Returns (stdout, stderr) of rank 0.
+
+    name: the run directory. steps: the value of --max_steps.
+    """
     return program(
         *SMALL,
         "--log_dir",
@@ -47,7 +50,7 @@ def run(directory, name, steps, *flags, **options):
 
 
 def assert_split_run_matches(directory, way, whole, *flags):
-    """Takes two steps on two processes, and compares them with a run on one process.
+    """Takes two steps on two processes. Checks that the run matches a run on one process.
 
     way: a key of WAYS. whole: (log, stdout) of the run on one process, whose log_dir is "run".
     """
@@ -58,20 +61,20 @@ def assert_split_run_matches(directory, way, whole, *flags):
         assert out[out.index("--- sample 0") : out.index("done:")].strip() in whole[1]
     split, one = (checkpoint(directory / name, 2) for name in (way, "run"))
     groups, expected = ([o["param_groups"] for o in each["optimizers"]] for each in (split, one))
-    assert groups == expected  # so each of the two runs can resume the other run
+    assert groups == expected  # therefore, each program can resume the run of the other program
     found, expected = split["model"], one["model"]
-    # Muon computes in bfloat16 if the CPU supports it.
+    # Muon computes in bfloat16 if the CPU supports bfloat16.
     tolerance = 1e-3 if "muon" in flags else 1e-4
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        # The exact gradient of a key's bias is 0. The computed gradient is only rounding error,
+        # The exact gradient of a key's bias is 0. The computed gradient is only a rounding error,
         # which an optimizer may scale up to a full step.
         if not name.endswith(("c_attn.bias", "c_k.bias")):
             assert (found[name] - tensor).norm() < tolerance * tensor.norm(), (way, name)
 
 
-# This edit logs a metric, the mean id of the targets. The metric depends only on the data, so a
-# test can compute its value.
+# This edit logs a metric: the mean token id of the targets. The metric depends only on the data, so
+# a test can compute the same value.
 OWN_FIGURE = (
     "        return None, self.loss(x, targets)\n",
     "        counted = targets != -100\n"
@@ -83,7 +86,7 @@ OWN_FIGURE = (
 def edit_model(directory, *changes):
     """Replaces strings in the copied model.py.
 
-    changes: pairs (old, new). Each old string must occur exactly once.
+    changes: pairs (old string, new string). Each old string must occur exactly once.
     """
     path = directory / "model.py"
     text = path.read_text()
@@ -94,7 +97,7 @@ def edit_model(directory, *changes):
 
 
 # This edit swaps two layers of the same shape, which changes the order of the parameters. The
-# comment changes the size of the file, so that Python does not use its compiled old version.
+# comment changes the size of model.py, so that Python compiles the new version of the file.
 SWAPPED = (
     "        self.ln_1 = nn.LayerNorm(config.n_embd)\n"
     "        self.attn = CausalSelfAttention(config, index)\n"

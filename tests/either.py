@@ -1,4 +1,4 @@
-"""Chooses the program that a helper of the tests runs: train_gpt2.py or train_large.py."""
+"""Chooses the program that faulty.py, memory.py and auxiliary.py run."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """Runs train_gpt2.py, or train_large.py with --large, and causes a fault at a fixed moment.
 
-faulty.py MOMENT FLAGS. The fault is Ctrl-C, or a gradient that is not finite.
+Usage: faulty.py MOMENT FLAGS. The fault is Ctrl-C, or a gradient that is NaN.
 """
 
 import math
@@ -16,14 +16,14 @@ import train_gpt2
 import train_large
 
 main = choose_main()
-# (object, name of its function, n): the fault happens in the n-th call of this function.
+# {moment: (object, name, n)}. The fault happens in the n-th call of the object's function `name`.
 MOMENTS = {
     "start": (train_gpt2.Training, "build", 1),
     "step": (train_gpt2.GPT, "forward", 6),  # a step of TINY has two micro-batches
     "evaluation": (train_gpt2, "estimate_loss", 2),
     # The first three calls write log.txt, run.json and the first checkpoint.
     "save": (os, "fsync", 4),
-    # Makes a gradient of one block NaN. With --pp, only one of the stages holds this block.
+    # The fault makes a gradient of one block NaN. With --pp, only one stage contains this block.
     "gradient": (train_gpt2.Training, "clip", 3),
     "sharded gradient": (train_large.ShardedTraining, "clip", 3),
 }

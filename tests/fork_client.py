@@ -1,6 +1,6 @@
 """Lets the server of forked.py run a program, as if this process ran the program.
 
-fork_client.py ADDRESS PROGRAM FLAGS
+Usage: fork_client.py ADDRESS PROGRAM FLAGS
 """
 
 import json

@@ -2,8 +2,8 @@
 
 In all other respects, a program runs as from a shell: its file runs as __main__, in a process with
 its own directory, environment, output and exit status. A Program is used like a subprocess.Popen.
-If a program itself starts programs with sys.executable, forking_python provides an executable that
-forks them, too.
+A program may itself start programs with sys.executable. forking_python provides an executable that
+starts these programs by forking.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # torch reads this when it is imported
-os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads this when it is imported
+os.environ["OMP_NUM_THREADS"] = "1"  # torch reads this variable when it is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads this variable when it is imported
 DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2  # numbers of Linux capabilities
 COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -95,7 +95,7 @@ class Program:
 
 
 def start(argv, cwd, env, outputs, limits, root, executable):
-    """Sets up the new process as a shell does, then runs the program."""
+    """Sets up the forked process as a shell does, then runs the program."""
     for number, end in enumerate(outputs, start=1):
         os.dup2(end.fileno(), number)
         end.close()
@@ -108,7 +108,7 @@ def start(argv, cwd, env, outputs, limits, root, executable):
 
 
 def become(argv, cwd, env):
-    """Sets up Python as in a new process, then runs the program."""
+    """Sets up the imported modules as in a new Python process, then runs the program."""
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
@@ -119,10 +119,10 @@ def become(argv, cwd, env):
         2, "w", encoding="utf-8", buffering=1, errors="backslashreplace", closefd=False
     )
     gc.freeze()  # Python then never searches the objects of the imported modules for garbage
-    # Many containers set this, and each program would then compile all our files.
+    # Many containers set PYTHONDONTWRITEBYTECODE. Each program would then compile all our files.
     if sys.dont_write_bytecode:
         sys.dont_write_bytecode, sys.pycache_prefix = False, str(COMPILED)
-    if env.get("HF_HUB_OFFLINE") == "0":  # huggingface_hub reads this when it is imported
+    if env.get("HF_HUB_OFFLINE") == "0":  # huggingface_hub reads this variable in its import
         for name in [name for name in sys.modules if name.startswith("huggingface_hub")]:
             del sys.modules[name]
     rest = [place for place in sys.path if "tests" not in place]
@@ -132,9 +132,9 @@ def become(argv, cwd, env):
 
 @contextlib.contextmanager
 def forking_python():
-    """Starts a server. Yields the path of an executable that acts as Python.
+    """Starts a server. Yields the path of an executable that can be used like Python.
 
-    The executable lets the server fork a process that runs the program.
+    The executable asks the server to fork a process, which runs the program.
     """
     with tempfile.TemporaryDirectory() as directory:  # the path of a Unix socket must be short
         path, address = Path(directory, "python"), f"{directory}/socket"
@@ -153,7 +153,7 @@ def forking_python():
 
 
 def serve(listener, executable):
-    """Forks a program for each connection. Ends ten minutes after the last connection."""
+    """Forks a process for each connection. Ends ten minutes after the last connection."""
     sys.executable = executable
     listener.settimeout(600)
     while True:
@@ -179,7 +179,7 @@ def run_for_client(connection):
     process.start()
     connection.sendall(f"{process.pid}\n".encode())  # the client forwards signals to this process
     for number in range(3):
-        os.close(number)  # so that a reader of these files sees their end when the program exits
+        os.close(number)  # so that a reader sees the end of the output when the program exits
     process.join()
     connection.sendall(str(process.exitcode).encode())
 
@@ -189,6 +189,6 @@ def drop_override():
     header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.capget(header, data) == 0, os.strerror(ctypes.get_errno())
-    for i in (0, 1):  # the effective and the permitted capabilities
+    for i in (0, 1):  # the effective capabilities, then the permitted capabilities
         data[i] &= ~(1 << DAC_OVERRIDE | 1 << DAC_READ_SEARCH)
     assert libc.capset(header, data) == 0, os.strerror(ctypes.get_errno())

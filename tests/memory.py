@@ -2,7 +2,7 @@
 
 At the end, each process prints "MEMORY" and two numbers, in bytes per parameter: the largest memory
 until the model had its weights, and the largest memory of the whole run. Both numbers exclude the
-memory that the process used before.
+memory that the process used before it began to build the model.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plaingpt.errors import run_program
 
-# Imported here, so that the first measurement includes the memory of these modules.
+# These modules are imported before the first measurement, so that both numbers exclude them.
 import torch._dynamo  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 from either import choose_main
@@ -24,9 +24,9 @@ configure_optimizers = train_gpt2.GPT.configure_optimizers
 
 
 def memory(name):
-    """Reads a field of /proc/self/status, in bytes.
+    """Returns a field of /proc/self/status, in bytes.
 
-    ru_maxrss would also include the parent process.
+    The field ru_maxrss of getrusage would include memory of the parent process.
     """
     return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 

@@ -1,6 +1,6 @@
-"""Calls the methods of a GPT that is split over processes: methods.py TP PP FILE.
+"""Calls the methods of a GPT that is split over processes. Usage: methods.py TP PP FILE.
 
-Process R saves its results to FILE.R. If there is only one process, the GPT is not split.
+The process with rank R saves its results to FILE.R. A single process does not split the GPT.
 """
 
 import sys
@@ -28,7 +28,7 @@ torch.manual_seed(1)
 x, y = torch.randint(97, (2, 4, 16))  # (B, T) each
 micro_batches = [*zip(x.split(1), y.split(1))]
 found = {}
-for step in range(2):  # the second iteration uses the weights after a training step
+for step in range(2):  # the second iteration uses the weights after the first training step
     model.eval()
     with torch.no_grad():
         h = model.hidden(x)  # (B, T, C)

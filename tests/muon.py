@@ -1,4 +1,4 @@
-"""Takes two steps of Muon under DDP. Each process prints the FLOPs of Muon's second step."""
+"""Takes two steps of Muon with DDP. Each process prints its number of FLOPs in the second step."""
 
 from plaingpt.process import setup
 

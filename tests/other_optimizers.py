@@ -1,4 +1,4 @@
-"""Trains an edited copy of the program, whose model.py uses a different optimizer."""
+"""Trains with a copy of the program, in which model.py uses a different optimizer."""
 
 import shutil
 
@@ -6,7 +6,7 @@ import torch
 from conftest import TINY, program
 from edited import copy_program, edit_model
 
-# The lines of model.py that create AdamW. An edit replaces them with a value of OPTIMIZERS.
+# The lines of model.py that create AdamW. A test replaces these lines with a value of OPTIMIZERS.
 ADAMW = (
     "        adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, "
     "fused=True)\n        optimizers.append(adamw)\n"
@@ -127,7 +127,10 @@ OPTIMIZERS = {
 
 
 def copy_with(directory, name):
-    """Copies the program, and replaces the optimizer in the copied model.py."""
+    """Copies the program, and replaces the optimizer in the copied model.py.
+
+    name: a key of OPTIMIZERS.
+    """
     copy_program(directory)
     edit_model(directory, (ADAMW, OPTIMIZERS[name]))
     if name == "Shampoo":
@@ -151,7 +154,7 @@ def run(directory, name, *flags, **options):
 
 
 def resume(directory, name, *flags, **options):
-    """Continues a copy of a run from its checkpoint of step 2. Returns the name of the copy."""
+    """Copies a run, and resumes the copy from the checkpoint of step 2. Returns the copy's name."""
     again = f"{name}-again"
     shutil.copytree(directory / name, directory / again)
     (directory / again / "model_000004.pt").unlink()
@@ -160,7 +163,10 @@ def resume(directory, name, *flags, **options):
 
 
 def assert_equal(a, b, where):
-    """Checks that two values in a checkpoint are equal: tensors, dicts, lists or numbers."""
+    """Checks that two values of checkpoints are equal. a, b: tensors, dicts, lists or numbers.
+
+    where: the name of the value, for the message.
+    """
     if torch.is_tensor(a):
         assert a.dtype == b.dtype and torch.equal(a, b), where
     elif isinstance(a, dict):

@@ -1,4 +1,4 @@
-"""The simplest training loop, without any optimization of its speed, as a reference for tests."""
+"""A reference for tests: the simplest training loop, which is not optimized for speed."""
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,8 @@ def text_step(step):
 def plain_curve(config, steps, batch=text_step):
     """Trains in eager mode and float32. Returns [(loss, gradient norm)], one pair for each step.
 
-    The loop computes all logits at once, and nothing is fused. batch: a function that returns the x
-    and y of a step, (B, T) each. The loss ignores targets of -100.
+    The loop computes all logits at once, and fuses nothing. The loss ignores targets of -100.
+    batch: a function that returns the x and y of a step, (B, T) each.
     """
     model, curve = fresh(config), []
     decayed = [p for p in model.parameters() if p.dim() >= 2]

@@ -1,7 +1,7 @@
 """A local stand-in for the Hugging Face Hub.
 
-Serves the part of the hub's HTTP interface that `datasets` and `huggingface_hub` use to download
-whole files or byte ranges.
+Implements the part of the hub's HTTP interface that `datasets` and `huggingface_hub` use to
+download whole files or byte ranges.
 """
 
 import hashlib
@@ -98,7 +98,7 @@ def parquet(records, **options):
 
 @contextmanager
 def stand_in_hub(repos, hub=Hub):
-    """Runs a hub. Yields (URL, list of the requests so far).
+    """Runs a hub. Yields (URL, list), where the list always contains all requests so far.
 
     repos: {"owner/name": {path: bytes}}.
     """
