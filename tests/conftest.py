@@ -29,16 +29,16 @@ from model import GPT, GPTConfig
 from train_gpt2 import DataLoaderLite
 
 torch.set_num_threads(1)  # two pytest workers share the machine
-# If a shell starts pytest in the background or with nohup, pytest ignores SIGINT or SIGHUP. A program
-# that a test starts would then also ignore the signal.
+# If a shell starts pytest in the background or with nohup, pytest ignores SIGINT or SIGHUP. A
+# program that a test starts would then also ignore this signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = Path(__file__).parent.parent
 # The flags of FSDP, TP and PP. If the flags contain --large, `spawn` starts train_large.py instead
 # of train_gpt2.py.
 FSDP, TP, PP = ["--large"], ["--large", "--tp", 2], ["--large", "--pp", 2]
-# The flags of a run of about one second. Each step reads 16 sequences of 32 bytes. The model has two
-# layers. The optimizer is AdamW, because Muon computes in bfloat16 if the CPU supports bfloat16.
+# The flags of a run of about one second. Each step reads 16 sequences of 32 bytes. The model has
+# two layers. The optimizer is AdamW: Muon would use bfloat16 on a CPU that supports bfloat16.
 TINY = (
     "--preset baby --n_layer 2 --n_head 2 --n_embd 32 --block_size 32 --total_batch_size 512 "
     "--batch_size 8 --max_steps 10 --warmup_steps 2 --val_tokens 1024 --val_every 5 "
@@ -282,7 +282,7 @@ def write_lines(path, records):
 
 
 def write_bin(path, tokens):
-    """Writes a shard in llm.c's format. tokens: uint16 for GPT-2's ids, uint32 for Llama 3's ids."""
+    """Writes a shard in llm.c's format. tokens: uint16 ids of GPT-2, or uint32 ids of Llama 3."""
     header = np.zeros(256, "<i4")
     header[:3] = *((20240801, 7) if tokens.dtype == np.uint32 else (20240520, 1)), len(tokens)
     path.write_bytes(header.tobytes() + tokens.tobytes())

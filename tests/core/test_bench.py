@@ -46,7 +46,7 @@ def test_peers_compute_the_same_loss():
     x, y = torch.randint(256, (2, 2, 16))  # (B, T) each
     state = ours.state_dict()
     plain.model.load_state_dict(state)
-    # Hugging Face stores the matrices of the blocks transposed.
+    # Hugging Face's GPT-2 stores the matrices of the blocks transposed.
     hf.model.load_state_dict({name: p.t() if ".h." in name else p for name, p in state.items()})
     torch.testing.assert_close(plain(x, y)[1], ours(x, y)[1])
     torch.testing.assert_close(hf(x, y)[1], ours(x, y)[1])
@@ -71,7 +71,7 @@ def test_bench_prints_a_row(tmp_path, optimizer, processes, flags):
 
 @pytest.fixture
 def forks(monkeypatch):
-    """Makes bench.py fork its workers from a process that has already imported torch."""
+    """Makes bench.py fork its processes from a process that has already imported torch."""
     monkeypatch.setattr(bench.multiprocessing, "get_context", lambda method: CONTEXT)
 
 

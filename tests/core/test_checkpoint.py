@@ -1,4 +1,4 @@
-"""Checkpoints: when a run saves them, what they contain, and how a run resumes from them."""
+"""When a run saves a checkpoint, what a checkpoint contains, and how a run resumes."""
 
 import contextlib
 import json
@@ -75,7 +75,7 @@ def test_what_a_run_writes(tmp_path):
 
 @pytest.mark.slow
 def test_saving_and_keeping(tmp_path):
-    """A resumed run saves at the same steps as an uninterrupted run.
+    """A resumed run saves checkpoints at the same steps as an uninterrupted run.
 
     A run never deletes a file of the user, such as model_mine.pt.
     """
@@ -100,8 +100,8 @@ def test_a_resume_without_keep_deletes_no_older_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
-    # The first 90 % of the text, the training split, contain only a and b. The rest also contains x
-    # and y, so the validation loss rises again when the model becomes too sure of a and b.
+    # The training split, the first 90% of the text, contains only a and b. The validation split
+    # also contains x and y, so its loss rises again when the model predicts only a and b.
     (tmp_path / "my.txt").write_text("ab" * 4500 + "abxy" * 250)
     flags = [
         "--data",
@@ -124,15 +124,17 @@ def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
     program("--checkpoint", best, "--max_new_tokens", 2, cwd=tmp_path, program="generate.py")
     train("--log_dir", "run", cwd=tmp_path)  # a new run
     assert not best.exists() and (tmp_path / "run/old-1/model_best.pt").exists()
-    best.mkdir()  # a directory of this name makes the save fail; a resume then validates again
+    # With a directory of this name, the run cannot save model_best.pt. It must not log this
+    # validation, because a resumed run validates again.
+    best.mkdir()
     train(*flags[2:5], "--resume", "--val_every", 12, "--max_steps", 12, cwd=tmp_path, status=2)
     assert (12, "val") not in read_log(tmp_path / "run")
 
 
 def test_the_best_loss_is_that_of_the_file(tmp_path):
-    """log.txt may contain a lower loss than model_best.pt.
+    """The best loss is the loss of model_best.pt, although log.txt may contain a lower loss.
 
-    An earlier part of the run may not have used --keep_best.
+    An earlier part of the run, without --keep_best, may have reached the lower loss.
     """
     (tmp_path / "log.txt").write_text("0 val 1.0\n2 val 3.0\n4 val 2.0\n6 val 2.5\n8 val 2.1\n")
     assert read_best_val(tmp_path) == math.inf
@@ -162,9 +164,9 @@ def test_keep_best_first_given_at_a_resume(tmp_path):
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
-    """From step 1,000,000 on, a name has seven digits.
+    """From step 1,000,000 on, the step in a file name has seven digits.
 
-    If the checkpoints were in the order of their names, --keep would delete the newest one.
+    If checkpoints were sorted by file name, --keep would delete the newest checkpoint.
     """
     checkpoints = [f"model_{step:06d}.pt" for step in (5, 999_000, 1_000_000)]
     for name in checkpoints:
@@ -174,7 +176,7 @@ def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
 
 @pytest.mark.slow
 def test_the_newest_checkpoint_has_the_highest_step(tmp_path, whole):
-    """The time of a file does not matter, because a clock may go backwards.
+    """The modification time of a file does not matter, because a clock may go backwards.
 
     Files whose names contain no step are ignored.
     """
@@ -218,9 +220,10 @@ def test_a_checkpoint_of_another_model_is_one_sentence(copy):
     ids=lambda flags: " ".join(map(str, flags)),
 )
 def test_a_resumed_run_is_bitwise_equal(tmp_path, flags):
-    """Deleting the last checkpoint simulates a kill after step 3 was saved.
+    """Deleting the last checkpoint simulates a run that was killed after it had saved step 3.
 
-    The second run also validates and samples more often, which must change nothing in training.
+    The resumed run also validates and samples more often than the uninterrupted run. This must not
+    affect training.
     """
     flags = [*flags, *"--max_steps 6 --save_every 3 --keep 0 --val_tokens 128".split()]
     train("--log_dir", "whole", *flags, cwd=tmp_path)
@@ -239,7 +242,7 @@ def test_a_resumed_run_is_bitwise_equal(tmp_path, flags):
 
 @pytest.mark.slow
 def test_a_run_resumes_with_another_micro_batch_device_and_dtype(copy, whole):
-    """test_parallel.py resumes runs with FSDP, TP and PP."""
+    """For resumed runs with FSDP, TP and PP, see test_parallel.py."""
     (copy / "model_000010.pt").unlink()
     flags = ["--log_dir", "run", "--resume"]
     train(*flags, "--batch_size", 16, "--device", "auto", cwd=copy.parent)
@@ -251,7 +254,7 @@ def test_a_run_resumes_with_another_micro_batch_device_and_dtype(copy, whole):
 
 
 def test_a_note_says_that_the_learning_rate_changes_when_a_run_is_extended(tmp_path, capsys):
-    """Compares the learning rates with the numbers in docs/resume.md, without training."""
+    """Checks the learning rates in docs/resume.md. The test does not train a model."""
     linear = dict(max_lr=8e-3, min_lr=0.0, schedule="linear", warmup_steps=60)
     cosine = dict(max_lr=6e-4, min_lr=6e-5, schedule="cosine", warmup_steps=715)
     wsd = dict(linear, schedule="wsd")
@@ -334,7 +337,7 @@ def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
         "run",
         "--max_steps",
     ]
-    # Removes these flags and their values.
+    # This loop removes three flags and their values.
     for flag in ("--warmup_steps", "--val_every", "--min_lr"):
         del flags[flags.index(flag) : flags.index(flag) + 2]
 
@@ -353,7 +356,7 @@ def test_more_steps_do_not_change_what_was_derived_from_fewer(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 def test_the_weights_of_an_earlier_version_stay_readable(tmp_path, version):
-    """Version 1.0 or 2.0 wrote tests/version-{version}.pt at step 2 of a run.
+    """Version 1.0 or 2.0 saved tests/version-{version}.pt at step 2 of a run.
 
     Never replace this file. The expected validation loss is the loss that version 2.1 logged at
     step 2 of both runs.
@@ -382,9 +385,9 @@ def test_the_weights_of_an_earlier_version_stay_readable(tmp_path, version):
 
 @pytest.mark.slow
 def test_a_run_of_version_3_resumes_with_its_losses(tmp_path):
-    """Version 3.0 wrote tests/version-3.0.pt at step 2 of a run of 5 steps.
+    """Version 3.0 saved tests/version-3.0.pt at step 2 of a run of 5 steps.
 
-    Never replace this file.
+    Never replace this file. The test contains the losses that version 3.0 logged afterwards.
     """
     (tmp_path / "text.txt").write_text("".join(f"{i} green bottles\n" for i in range(500)))
     (tmp_path / "run").mkdir()
@@ -470,7 +473,7 @@ def test_init_from_hugging_face_weights_on_a_text(tmp_path):
 def test_a_resumed_run_keeps_the_shape_of_its_weights(copy, tmp_path):
     """A run that began with --init_from resumes without this flag.
 
-    It does not need the flags for the sizes of the model either.
+    The resumed run does not need the flags for the sizes of the model either.
     """
     flags = (
         "--total_batch_size 512 --val_tokens 1024 --device cpu --sample_tokens 1 "
@@ -483,7 +486,7 @@ def test_a_resumed_run_keeps_the_shape_of_its_weights(copy, tmp_path):
 
 # A checkpoint of an earlier version
 
-# A run with these flags wrote tests/checkpoints/adamw.pt after 4 of 8 steps. Later versions must be
+# A run with these flags saved tests/checkpoints/adamw.pt after 4 of 8 steps. Later versions must be
 # able to resume from this file.
 STORED = ROOT / "tests/checkpoints/adamw.pt"
 FLAGS = [
@@ -493,7 +496,7 @@ FLAGS = [
         "--val_every 0 --sample_tokens 1 --log_dir run"
     ).split(),
 ]
-# The training losses that this run logged in the remaining steps.
+# {step: training loss} of this run in the remaining steps.
 LOSSES = {4: 5.3931274, 5: 5.3403149, 6: 5.3432436, 7: 5.3175859}
 
 
@@ -508,14 +511,17 @@ def test_a_run_goes_on_from_a_stored_file(tmp_path):
         assert float(log[step, "train"]) == pytest.approx(loss, rel=1e-5), step
 
 
-# Faults that would otherwise be silent. For two more of these faults, see other files:
+# Faults that would be silent without a check. Other files test two more of these faults:
 # test_reliability.py flips a bit of a checkpoint, and test_optimizers.py stores a NumPy number in
 # an optimizer.
 
 
 @pytest.mark.slow
 def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
-    """Both LayerNorms have the same shape. PyTorch identifies parameters only by their order."""
+    """An edit swaps two LayerNorms of the same shape, so the order of the parameters changes.
+
+    Optimizers of PyTorch identify parameters only by their order.
+    """
     copy_program(tmp_path)
     options = dict(cwd=tmp_path, program=tmp_path / "train_gpt2.py")
     program(*FLAGS, "--max_steps", 4, **options)
@@ -534,18 +540,18 @@ def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
 def test_on_windows_a_checkpoint_is_not_mapped(tmp_path, monkeypatch):
     """Windows cannot delete a file that is mapped into memory.
 
-    With such a file, a resumed run could not delete its old checkpoints.
+    A resumed run must be able to delete the checkpoint from which it resumed.
     """
     monkeypatch.setattr("plaingpt.checkpoint.sys", SimpleNamespace(platform="win32"))
     path = shutil.copy(STORED, tmp_path / "model.pt")
     checkpoint = load_checkpoint(path, GPT)
-    # If the file were mapped, all weights would now be 0.
+    # If the file were mapped into memory, this line would set all weights to 0.
     path.write_bytes(bytes(path.stat().st_size))
     assert all(w.any() for name, w in checkpoint["model"].items() if "weight" in name)
 
 
 def test_a_name_that_is_not_utf8_is_no_damage(tmp_path):
-    """PyTorch cannot encode such a file name. The message names the file and the cause."""
+    """PyTorch cannot read a file whose name is not UTF-8. The message names the file and cause."""
     directory = tmp_path / os.fsdecode(b"r\xffn")
     directory.mkdir()
     shutil.copy(STORED, directory / "model_000004.pt")
@@ -554,9 +560,10 @@ def test_a_name_that_is_not_utf8_is_no_damage(tmp_path):
 
 
 def test_only_a_damaged_file_of_this_run_is_to_be_moved_away(tmp_path, monkeypatch):
-    """The user may still need a file that another program wrote.
+    """The message advises the user to move a file away only if this run has damaged it.
 
-    A file that cannot be read right now may be intact.
+    The user may still need a file that another program wrote. A file that cannot be read at the
+    moment may be intact.
     """
     torch.save(dict(model={}, model_args={}), tmp_path / "ckpt.pt")  # in nanoGPT's format
     torch.save(dict(config=TrainConfig()), tmp_path / "pickle.pt")  # in build-nanogpt's format
@@ -582,7 +589,7 @@ def test_only_a_damaged_file_of_this_run_is_to_be_moved_away(tmp_path, monkeypat
 
 @contextlib.contextmanager
 def at_most_open(n):
-    """In the block, this process can open at most n more files."""
+    """In the `with` block, this process can open at most n more files."""
     first = os.open(os.devnull, os.O_RDONLY)
     os.close(first)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -123,7 +123,7 @@ def test_a_name_that_is_too_long_for_the_system(capsys):
     ],
 )
 def test_flags(flags, expected):
-    """The dict contains only flags that the user has given, so that a preset can set the others."""
+    """parse_flags returns only flags that the user has given, so a preset can set the others."""
     assert parse_flags("", Config, argv=flags.split()) == expected
 
 
@@ -156,7 +156,7 @@ def test_arguments_without_a_flag():
 def test_wrong_flags(flags, message, capsys):
     with pytest.raises(SystemExit) as stop:
         parse_flags("", Config, argv=flags.split())
-    # Some versions of Python put the choices in quotation marks.
+    # Some versions of Python print the choices in quotation marks.
     err = capsys.readouterr().err.replace("'adamw', 'muon'", "adamw, muon")
     err = err.replace("from 'a', 'b'", "from a, b")
     assert stop.value.code == 2 and err.endswith(f": error: {message}\n"), err
@@ -199,7 +199,7 @@ def test_help_fits_80_columns(name, tmp_path):
 @pytest.mark.parametrize("redirection", [">/dev/full 2>/dev/full", "| head -1"])
 def test_a_closed_output_does_not_end_a_run(tmp_path, python, redirection):
     if redirection != "| head -1":
-        python = sys.executable  # a real Python also flushes its output when it exits
+        python = sys.executable  # unlike a forked process, flushes its output when it exits
     command = f"{python} {ROOT}/train_gpt2.py {' '.join(TINY)} --log_dir run {redirection}"
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, capture_output=True)
     assert names(tmp_path / "run", "model_*") == ["model_000010.pt"]
@@ -216,9 +216,9 @@ def test_a_closed_output_does_not_end_a_run(tmp_path, python, redirection):
     ],
 )
 def test_a_full_disk_under_the_output_is_an_error(command, whole, tmp_path, python):
-    """The printed lines are the results of these programs, so a full disk must be an error.
+    """The results of these programs are the printed lines, so a full disk must be an error.
 
-    The file of --json must be complete.
+    The file of --json must still be complete.
     """
     (tmp_path / "text.txt").write_text(TEXT)
     name, *flags = command.split()
@@ -277,7 +277,7 @@ def test_names_that_are_not_utf8(tmp_path):
 
 
 def test_progress_bar_on_a_terminal(monkeypatch, capsys):
-    """The progress bar shows only those parts of the line that fit into the terminal."""
+    """After the progress bar, the line contains only those parts that fit into the terminal."""
     monkeypatch.setenv("COLUMNS", "60")
     show_progress(5, 10, "loss 1.2345 | 1m05s to go")
     assert capsys.readouterr().out == ""  # stdout is not a terminal, so no progress bar is shown

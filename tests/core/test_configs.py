@@ -22,7 +22,7 @@ from train_large import LargeConfig
 
 
 def given_flags(*flags):
-    """Parses flags. Returns {name: value}."""
+    """Parses flags. Returns {name of a flag: value}."""
     return parse_flags("", GPTConfig, TrainConfig, argv=list(map(str, flags)))
 
 
@@ -108,7 +108,7 @@ def fake_shards(directory, tokens):
         with open(directory / f"a_{split}.bin", "wb") as file:
             file.write(struct.pack("<3i", 20240520, 1, tokens))
             file.seek(1024)
-            file.write(struct.pack("<H", 50256))  # no byte has this id
+            file.write(struct.pack("<H", 50256))  # an id that byte tokens do not have
             file.truncate(1024 + 2 * tokens)
     return directory
 
@@ -129,7 +129,7 @@ def test_the_preset_for_shards_follows_from_device_and_tokens(monkeypatch, tmp_p
 
 
 def test_a_text_beside_shards_is_not_encoded_to_choose_the_preset(monkeypatch, tmp_path):
-    """choose_preset does not even open the text files: reading these two files would fail."""
+    """choose_preset does not open the text files: both files are invalid, so reading would fail."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     (tmp_path / "a.txt").write_bytes(b"\xff")
     (tmp_path / "a.jsonl").write_text("{broken")
@@ -202,7 +202,7 @@ def test_flags_that_contradict_others(flags, message):
 
 
 def test_mps_recomputes_no_dropout():
-    """When PyTorch recomputes a block on MPS, it draws different dropout masks."""
+    """When PyTorch recomputes a block on MPS, the dropout masks differ, and gradients are wrong."""
     process = replace(ALONE, device=torch.device("mps"))
     flags = ["--activation_checkpointing", "--dropout"]
     with pytest.raises(
@@ -257,7 +257,7 @@ def test_a_resumed_run_keeps_what_its_first_max_steps_decided(tmp_path):
 def test_validation_on_val_shards_has_no_fraction(shards):
     with pytest.raises(UserError, match="--val_fraction: the data have val shards; remove"):
         Sources([str(shards)], None, 0.1)
-    Sources([str(shards), str(ROOT / "input.txt")], None, 0.1)  # holds out a part of the text
+    Sources([str(shards), str(ROOT / "input.txt")], None, 0.1)  # a part of the text is held out
 
 
 # Schedules and steps
@@ -285,18 +285,21 @@ def test_schedules():
 
 def test_a_short_run_has_fewer_validations():
     found = {n: config_of("--max_steps", n).val_every for n in (5, 300, 2700, 19073)}
-    # Ten validations, or one every 500 steps.
+    # A run validates ten times, or, if it has more than 5000 steps, every 500 steps.
     assert found == {5: 1, 300: 30, 2700: 270, 19073: 500}
 
 
 def sizes_of_steps(config, n_steps, T=64, world_size=1):
-    """Returns (n, B), in sequences, for each of the first n_steps steps."""
+    """Returns [(n, B)] for the first n_steps steps.
+
+    n: the number of sequences in the step. B: the number of sequences in a micro-batch.
+    """
     process = replace(ALONE, world_size=world_size)
     return [step_size(step, config, T, process) for step in range(n_steps)]
 
 
 def test_a_ramp_has_two_micro_batch_sizes():
-    """torch.compile compiles the step for each B, and fails after eight compilations."""
+    """torch.compile compiles the step again for each new B, and fails after eight compilations."""
     config = TrainConfig(rampup_steps=100, rampup_batch_size=2**15)
     sizes = sizes_of_steps(config, 200, 1024, 8)
     assert {B for _, B in sizes[:100]} == {4} and {B for _, B in sizes[100:]} == {64}
@@ -308,8 +311,7 @@ def test_a_ramp_has_two_micro_batch_sizes():
     [
         (dict(batch_size=4), [(8, 4)]),
         (dict(batch_size=8, pp=2), [(8, 4)]),  # 1F1B needs at least one micro-batch per stage
-        # In the ramp-up, B must fit into the first step, which has one sequence. Therefore, B is
-        # smaller than --batch_size.
+        # All steps of the ramp-up have the same B. The first step has only one sequence.
         (
             dict(batch_size=16, rampup_steps=4, rampup_batch_size=64),
             [(1, 1), (2, 1), (4, 1), (6, 1), (8, 8)],
@@ -317,9 +319,9 @@ def test_a_ramp_has_two_micro_batch_sizes():
     ],
 )
 def test_the_sizes_of_the_steps(settings, sizes):
-    """sizes: (n, B) of the first steps, in sequences of 64 tokens.
+    """sizes: (n, B) of the first steps, as in sizes_of_steps. A sequence has 64 tokens.
 
-    After the ramp-up, a step consists of 8 sequences.
+    After the ramp-up, a step has 8 sequences.
     """
     config = LargeConfig(total_batch_size=512, **settings)
     check_step_size(config, 64, 10**6, ALONE, is_B_given=True)

@@ -31,7 +31,7 @@ from train_large import LargeConfig, ShardedTraining
 def test_a_gpu_that_cannot_be_used_is_an_error(monkeypatch):
     """If the driver is too old, torch only warns and finds no GPU. find_device must raise an error.
 
-    It is not an error if CUDA_VISIBLE_DEVICES hides the GPU.
+    If CUDA_VISIBLE_DEVICES hides the GPU, find_device returns the CPU, without an error.
     """
     exists = Path.exists
 
@@ -60,7 +60,7 @@ def test_compile_says_what_it_needs_and_that_it_takes_long(monkeypatch, capsys):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert not choose_compile(None, cpu) and not choose_compile(False, cuda)
     assert choose_compile(None, cuda) and choose_compile(True, cpu)
-    assert capsys.readouterr().out.count("take a minute or more") == 2  # once for each True
+    assert capsys.readouterr().out.count("take a minute or more") == 2  # once per returned True
     monkeypatch.setenv("CC", "missing")
     with pytest.raises(UserError, match="needs g.. and .* or pass --no-compile$"):
         choose_compile(None, cuda)
@@ -96,7 +96,7 @@ def small_gpu(monkeypatch):
 
     def limited(model, idx, targets=None):
         torch.rand(1)
-        # Memory runs out in the second forward pass, when gradients exist.
+        # Memory runs out only in the second forward pass, when gradients exist.
         if len(idx) > most[0] and model.lm_head.weight.grad is not None:
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
         return forward(model, idx, targets)
@@ -121,7 +121,8 @@ def small_gpu(monkeypatch):
 @pytest.mark.parametrize(
     "n, B, first, most, tried",
     [
-        # In compiled mode, the search begins with the last size that does not fit in eager mode.
+        # The search tries eager mode first. In compiled mode, the search begins with the last size
+        # that did not fit in eager mode.
         (64, 16, 0, 4, [16, 8, 4, 8, 4]),
         (45, 15, 0, 8, [15, 5, 15, 5]),  # 7 and 6 do not divide 45
         (16, 16, 6, 3, [16, 8, 4, 2, 4, 2]),  # the first step of the ramp-up has 6 sequences
@@ -183,7 +184,7 @@ def test_a_batch_size_that_was_found_gives_the_same_log(small_gpu, monkeypatch, 
 
 
 def test_sums_of_one_process_stay_where_they_are():
-    """Benchmarks sum in float64, which MPS does not support.
+    """Benchmarks compute float64 sums, which MPS does not support.
 
     Therefore, a single process must not move these sums to its device.
     """
@@ -201,7 +202,7 @@ def test_prefetch_gives_the_same_batches_and_the_same_errors():
     with pytest.raises(UserError, match="broke off"):
         for batch in prefetch(batches(), replace(ALONE, stop=stop)):
             taken.append(batch)
-            # The error is known before the run needs the next batch.
+            # In the last batch, the run already knows that reading the next batch has failed.
             assert stop.requested == (batch == 4)
     assert taken == [0, 1, 2, 3, 4] and str(stop.error) == "a shard broke off"
 
@@ -228,7 +229,7 @@ def test_on_mps_only_the_main_thread_makes_batches():
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, sentence):
-    """Only rank 0 prints and saves. With a wrong rank, a process would train and save nothing."""
+    """Only rank 0 prints and saves. A single process with rank 1 would train, but save nothing."""
     for name in ("MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for variable in variables.split():
@@ -239,7 +240,10 @@ def test_ranks_that_do_not_fit_are_refused(monkeypatch, variables, sentence):
 
 
 def test_a_restart_of_torchrun_sees_no_address_of_a_dead_process(monkeypatch):
-    """On one machine, all restarts of torchrun --max_restarts share one store."""
+    """On one machine, all restarts of torchrun --max_restarts share one store.
+
+    A restarted process must not find the addresses that dead processes have stored there.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 GROUP_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1"
     for variable in f"{variables} MASTER_PORT={server.port}".split():
@@ -269,7 +273,7 @@ def test_a_lone_rank(monkeypatch):
 
 
 def test_a_program_of_one_process_reads_no_ranks(monkeypatch):
-    """Some clusters set WORLD_SIZE in every shell."""
+    """Some clusters set WORLD_SIZE in every shell. plot.py must ignore this variable."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UserError, match="nowhere"):
@@ -297,7 +301,8 @@ def test_ranks_that_fit(monkeypatch):
     assert read_ranks() == (2, 1, 3)
 
 
-# Imports a program until it imports torch. Then prints whether numpy is already imported.
+# This code imports a program. When the program imports torch, the code prints whether numpy is
+# already imported, and exits.
 UNTIL_TORCH = """
 import os, sys
 class Finder:
@@ -313,7 +318,7 @@ __import__(sys.argv[1])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_gpt2", "generate", "core"])
 def test_every_program_imports_numpy_before_torch(name):
-    """If torch imported numpy first, Ctrl-C would have no effect during this import."""
+    """If torch imported numpy itself, Ctrl-C would have no effect during the import of numpy."""
     done = subprocess.run(
         [sys.executable, "-c", UNTIL_TORCH, name],
         cwd=ROOT,

@@ -1,6 +1,6 @@
-"""Loads exports with transformers.
+"""Exports models, and loads the exports with transformers.
 
-The models use bytes, GPT-2's tokens, or their own vocabulary.
+The tokens of the models are bytes, GPT-2's tokens, or a vocabulary of tokenizer.py.
 """
 
 import importlib
@@ -55,9 +55,9 @@ def export(*flags, **options):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A directory with the runs bytes, gpt2 and own, and their exports.
+    """A directory with the three runs `bytes`, `gpt2` and `own`.
 
-    The exports are in bytes-hf, gpt2-hf and own-hf.
+    It also contains the exports of these runs: `bytes-hf`, `gpt2-hf` and `own-hf`.
     """
     d = tmp_path_factory.mktemp("export")
     plays = (ROOT / "input.txt").read_text()[:60_000]
@@ -75,9 +75,10 @@ def exported(tmp_path_factory):
 
 
 def test_pipeline_equals_generate(exported):
-    """Greedy decoding yields the same text in another process, which is offline.
+    """With greedy decoding, a pipeline of transformers generates the same text as our model.
 
-    The pipeline of transformers must put end_of_text before a prompt, as generate.py does.
+    The pipeline runs in a different process, without a network. Like generate.py, the pipeline must
+    put end_of_text before a prompt.
     """
     (exported / "use.py").write_text(USE)
     out, _ = program(json.dumps(PROMPTS), *KINDS, cwd=exported, program=exported / "use.py")
@@ -87,7 +88,7 @@ def test_pipeline_equals_generate(exported):
         for prompt, text in zip(PROMPTS, found[kind]):
             idx = torch.tensor([[tokenizer.end_of_text, *tokenizer.encode(prompt)]])
             ids = model.eval().generate(idx, 12, temperature=0)[0, 1:].tolist()
-            # The pipeline of transformers stops at end_of_text.
+            # The pipeline of transformers stops at end_of_text. model.generate does not.
             if tokenizer.end_of_text in ids and tokenizer.special:
                 ids = ids[: ids.index(tokenizer.end_of_text)]
             assert text == tokenizer.decode(ids), (kind, prompt)
@@ -95,9 +96,9 @@ def test_pipeline_equals_generate(exported):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokenizer_is_the_same(exported, kind):
-    """Both tokenizers agree on any Unicode text and any ids.
+    """Both tokenizers encode any Unicode text and decode any ids in the same way.
 
-    The only exception is a text that contains the name of end_of_text.
+    The only exception is a text that contains the string of end_of_text.
     """
     _, tokenizer = load_model(exported / kind, GPT)
     auto = transformers.AutoTokenizer.from_pretrained(exported / f"{kind}-hf")
@@ -123,8 +124,8 @@ def test_tokenizer_is_the_same(exported, kind):
 def test_our_programs_read_an_export(exported, kind):
     """An export has the same tokenizer and weights as its checkpoint.
 
-    The generated text is therefore the same. The test generates text for only one of the
-    tokenizers.
+    Therefore, generate.py also generates the same text. The test checks this only for the run
+    `own`.
     """
     model, tokenizer = load_model(exported / kind, GPT)
     again, same = load_model(exported / f"{kind}-hf", GPT)
@@ -174,7 +175,7 @@ def test_bfloat16_model_card_and_a_second_export(exported):
 
 
 class Window(GPT):
-    """Each position attends to itself and to the 99 positions before it."""
+    """A GPT in which each position attends only to itself and to the 99 previous positions."""
 
     def hidden(self, idx, *more):
         near = torch.ones(idx.size(1), idx.size(1), dtype=torch.bool).tril().triu(-99)
@@ -217,7 +218,7 @@ def test_a_checkpoint_without_run_json(exported):
 def test_another_directory_of_hugging_face_is_refused(tmp_path, settings, message):
     """n_inner is the width of the MLP, which is 4 n_embd in GPT-2."""
     shape = dict(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=50257)
-    # config.json gets the values of `settings` below.
+    # The weights have valid shapes. Only config.json, below, contains the values of `settings`.
     saved = settings | dict(n_head=2, n_positions=8)
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape | saved))
     hf.save_pretrained(tmp_path)

@@ -16,7 +16,7 @@ import pytest
 @pytest.mark.parametrize("output", ["a.txt", "../d/a.txt", "link", "linked/a.txt", "sub/b.txt"])
 @pytest.mark.parametrize("given", ["a.txt", "link", "../d", "linked", "."])
 def test_an_output_is_no_input(tmp_path, monkeypatch, output, given):
-    """The input may be a directory.
+    """given: the input, which may be a directory.
 
     The paths of input and output may be symbolic links, or contain symbolic links.
     """
@@ -55,9 +55,9 @@ def test_a_link_stays_a_link(tmp_path):
 
 @pytest.mark.parametrize("name", [f"{'x' * 250}.json", f"{chr(0x4E2D) * 83}.json"])
 def test_an_output_may_have_the_longest_name(tmp_path, name):
-    """The longest name has 255 bytes.
+    """The longest possible file name has 255 bytes.
 
-    If check_output accepts a name at the start, writing the file at the end must not fail.
+    If check_output accepts a file name at the start, writing the file at the end must not fail.
     """
     check_output("--json", tmp_path / name)
     write_json(tmp_path / name, 1)
@@ -68,7 +68,7 @@ def test_an_output_may_have_the_longest_name(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["pipe", "link"])
 def test_an_output_may_be_a_pipe(tmp_path, name):
-    """Writing to a pipe or a device must not replace it with a file: root could lose /dev/null."""
+    """Writing must not replace a pipe or a device with a file: root could lose /dev/null."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)) as reader:
@@ -96,7 +96,7 @@ def test_the_files_of_a_model(tmp_path, monkeypatch):
 def test_another_machine_sees_the_lock_on_nfs(tmp_path, monkeypatch):
     """On NFS, other machines see the lock of a file, but not the lock of a directory.
 
-    The file must be open for writing.
+    NFS locks a file only if the process has opened the file for writing.
     """
 
     def flock_of_nfs(descriptor, operation):

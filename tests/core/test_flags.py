@@ -25,7 +25,7 @@ class Postponed:
     n: int = flag(1, "a number", above=0)
     rates: list[float] | None = flag(None, "numbers", at_least=0)
     kind: Literal["adamw", "muon"] = flag("adamw", "a choice")
-    # Like a field of experiment.py, this field has the name of a type.
+    # This field has the name of a type, as the field `list` of experiment.py does.
     list: bool = flag(False, "a switch", either=True)
     name: str | None = flag(None, "a text", empty=True)
     stop: str | None = flag(None, "a text", line_breaks=True)
@@ -94,7 +94,7 @@ def test_values_of_a_repeated_list_add_up():
 
 
 def test_a_tilde_at_the_start_of_a_path_is_the_home_directory(monkeypatch):
-    """A shell does not expand the tilde in --data=~/a.
+    """parse_flags must expand the tilde, because a shell does not expand it in --data=~/a.
 
     In NAME=~/a,NAME=~/b, bash expands only the first tilde.
     """

@@ -33,10 +33,11 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 def test_prompts_of_a_file_get_the_same_texts_as_alone(trained):
-    """The texts are longer than the context of 32 bytes, so the window slides.
+    """A prompt in a file of --prompts gets the same texts as the same prompt in --prompt.
 
-    The file begins with a byte order mark. The last prompt contains a Unicode line separator, which
-    must not end the prompt.
+    The texts are longer than the context of 32 bytes, so the window slides. The file begins with a
+    byte order mark. The last prompt contains a Unicode line separator, which must not end the
+    prompt.
     """
     prompts = ["MARLOW: ", "", "A longer prompt, 30 bytes long", "é\u2028b"]
     (trained / "many.txt").write_text("\n".join(prompts) + "\n", "utf-8-sig")
@@ -120,9 +121,9 @@ def test_json_replaces_no_input(output, tmp_path, monkeypatch):
 
 
 def script(monkeypatch, *rows):
-    """Returns a model for generate.py that always generates the tokens in `rows`.
+    """Makes generate.py generate the tokens in `rows`. Returns a stand-in for the model.
 
-    rows: the ids of each sample, in the order in which they are generated.
+    rows: one list of token ids for each sample.
     """
 
     def tokens(model, idx, n, **options):
@@ -204,7 +205,7 @@ def test_interactive_mode_reads_prompts_until_the_end(trained, python):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch, tmp_path):
-    """The test raises KeyboardInterrupt, as Ctrl-C does, during a text and at the prompt."""
+    """Raises KeyboardInterrupt, as Ctrl-C does, while a text is generated and a prompt is read."""
     real, prompts = generate.generate_tokens, iter(["a", KeyboardInterrupt(), "a", EOFError()])
 
     def interrupted(*args, **options):
@@ -228,7 +229,7 @@ def test_ctrl_c_ends_a_text_and_not_the_program(trained, monkeypatch, tmp_path):
 
 
 def test_the_first_token_in_bfloat16_equals_transformers(tmp_path):
-    """Later tokens may differ by rounding. test_export.py compares whole texts in float32."""
+    """Later bfloat16 tokens may differ by rounding. test_export.py compares whole float32 texts."""
     transformers = pytest.importorskip("transformers")
     model = randomise(GPT(GPTConfig(2, 2, 32, block_size=64, vocab_size=300)))
     save_gpt2(model, tmp_path, get_tokenizer("bytes"))

@@ -1,4 +1,4 @@
-"""plaingpt/source_code.py: works with all git settings of a user, and in unusual clones."""
+"""plaingpt/source_code.py works with any git settings of a user, and in unusual clones."""
 
 import re
 
@@ -40,7 +40,7 @@ def make_repository(directory):
 def test_a_patch_does_not_depend_on_the_settings_of_git(tmp_path, monkeypatch, setting):
     """diff_since returns a patch of the whole clone.
 
-    `git apply` must accept the patch unchanged.
+    `git apply` must be able to apply the patch, with the same git settings.
     """
     clone = tmp_path
     monkeypatch.setattr("plaingpt.source_code.CLONE", clone)
@@ -65,7 +65,7 @@ def test_a_patch_does_not_depend_on_the_settings_of_git(tmp_path, monkeypatch, s
 
 
 def test_copies_leave_the_worktrees_of_a_user_alone(tmp_path, monkeypatch):
-    """A worktree of the user is on a disk that is not mounted at the moment.
+    """A worktree of the user is on a disk that is not mounted while experiment.py makes its copies.
 
     The index of this worktree contains a file that is in no commit.
     """
@@ -101,7 +101,10 @@ def test_a_copy_without_git_inside_a_repository(tmp_path, monkeypatch):
 
 
 def test_the_repository_is_that_of_the_clone(tmp_path, monkeypatch):
-    """A hook of a different repository sets GIT_DIR. A different user may own the clone."""
+    """read_git reads the repository of the clone, even if GIT_DIR names a different repository.
+
+    A git hook sets GIT_DIR. Moreover, a different user may own the clone.
+    """
     for name in ("clone", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").write_text("1\n")

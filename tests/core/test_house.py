@@ -36,7 +36,7 @@ def test_no_line_of_a_page_is_wider_than_100_columns():
 
 
 def imports(path):
-    """Returns our modules that a file imports, for example {"model", "plaingpt.flags"}.
+    """Returns the modules of this repository that a file imports: {"model", "plaingpt.flags"}.
 
     Imports inside functions count, too.
     """
@@ -51,7 +51,7 @@ def imports(path):
 
 
 def test_requirements_name_every_package_that_is_imported():
-    """Imports inside functions count, too. Optional packages are loaded by `require` instead."""
+    """Imports inside functions count, too. Optional packages do not: `require` loads them."""
     lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()
     declared = {re.split(r"\W", line)[0] for line in lines}
     ours = {path.parts[0].removesuffix(".py") for path in PRODUCT}
@@ -73,7 +73,7 @@ def module_name(path):
 
 
 def components(names):
-    """Returns the components of modules: {"look"} for "plaingpt.look.page".
+    """Returns the components to which modules belong: {"look"} for ["plaingpt.look.page"].
 
     A module such as "plaingpt.log", which is in no folder of plaingpt/, adds no component.
     """
@@ -87,7 +87,7 @@ def test_all_components_are_known():
 
 
 def test_the_package_imports_no_program_and_the_core_no_component():
-    """A component imports no other component, except that look imports scoring."""
+    """No component imports another component. The only exception is look, which imports scoring."""
     for path in [p for p in PRODUCT if p.parts[0] == "plaingpt"]:
         found = imports(path)
         assert not found & PROGRAMS, path
@@ -118,7 +118,10 @@ def test_no_import_cycles():
 
 
 def test_nothing_of_pytorch_is_replaced_or_intercepted():
-    """look.py intercepts the calls of attention to record them, but changes none of them."""
+    """The only exception is look.py: it intercepts the calls of attention, to record them.
+
+    look.py changes none of these calls.
+    """
     for path in PRODUCT:
         of_torch = set()  # the names in this file that refer to torch, or to something in torch
         for node in ast.walk(parsed(path)):
@@ -176,7 +179,7 @@ def test_public_functions_have_docstrings():
 
 
 def test_the_docstring_of_the_package_lists_each_file_once():
-    """A line of the list begins with two spaces and the path. Each __init__.py is omitted."""
+    """In the list, each line with a path begins with two spaces. No __init__.py is listed."""
     package = ROOT / "plaingpt"
     files = [path for path in package.rglob("[!._]*.*") if path.suffix != ".pyc"]
     docstring = ast.get_docstring(parsed("plaingpt/__init__.py"))

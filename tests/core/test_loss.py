@@ -18,7 +18,7 @@ SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=200)
 
 
 def test_the_memory_of_the_logits_on_the_pages():
-    """docs/hardware.md and the docstring of plaingpt/loss.py state this memory.
+    """docs/hardware.md and the docstring of plaingpt/loss.py say how much memory the logits need.
 
     Each float32 logit of GPT-2 needs 4 bytes.
     """
@@ -39,7 +39,7 @@ def naive_loss(model, idx, targets):
 @pytest.mark.parametrize("ignored", [0, 7, 29])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
 def test_loss_in_chunks_equals_loss_of_all_logits(monkeypatch, rows, ignored, dtype, tolerance):
-    """The first `ignored` targets are -100. They affect neither the loss nor a gradient."""
+    """The first `ignored` targets are -100. These targets must not affect loss and gradients."""
     monkeypatch.setitem(CHUNK_SIZE, "cpu", rows)
     model, (idx, targets) = randomise(GPT(SMALL)), torch.randint(200, (2, 2, 15))
     targets.view(-1)[:ignored] = -100
@@ -56,9 +56,10 @@ def test_loss_in_chunks_equals_loss_of_all_logits(monkeypatch, rows, ignored, dt
 
 
 def test_float16_keeps_the_small_gradients():
-    """The smallest gradients are 1/1000 of 1/4096, for tokens that never occur as a target.
+    """If forward divided the gradients by n = 4096 targets, float16 would keep only two bits.
 
-    Without a loss scale, float16 would keep only two bits of these gradients.
+    A token that never occurs as a target has the smallest gradients: 1/1000 of 1/4096 per logit.
+    A loss scale does not help, because only backward multiplies by the loss scale.
     """
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=512, vocab_size=1000))
     idx, targets = torch.randint(1000, (8, 512)), torch.zeros(8, 512, dtype=torch.long)
@@ -67,7 +68,7 @@ def test_float16_keeps_the_small_gradients():
         with torch.autocast("cpu", torch.float16, enabled=enabled):
             x = model.hidden(idx).detach().float()
             loss = model.loss(x, targets)
-        # The factor 65536 scales the loss, as a gradient scaler does.
+        # The factor 65536 is the loss scale of a gradient scaler.
         gradients.append(torch.autograd.grad(65536 * loss, model.lm_head.weight)[0][1:])
     assert (gradients[1] - gradients[0]).norm() < 0.002 * gradients[0].norm()
 
@@ -166,13 +167,13 @@ def test_all_logits_are_never_in_memory(kind, grad):
         if grad:
             loss.backward()
     # The largest tensor contains the logits of a chunk: 384 of the 4 x 512 positions. If the head
-    # is a weight, the loss pads the vocabulary to 1024 ids.
+    # is a weight, the loss pads the vocabulary size to 1024.
     assert largest.numbers == 384 * (1024 if kind is GPT else 1000)
 
 
 @pytest.mark.slow
 def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
-    """The generated code for two chunks has one bfloat16 buffer for the logits of both chunks.
+    """In the generated code, two chunks share one bfloat16 buffer for their logits.
 
     The code has no buffer for float32 logits.
     """
@@ -212,13 +213,14 @@ def test_the_compiled_head_keeps_one_chunk_of_logits_in_memory(monkeypatch):
 def buffers(code):
     """Returns the dtypes of the logit buffers in code that Inductor has generated.
 
-    A buffer contains one chunk: 4 x 64 positions, and 1000 ids that the loss pads to 1024.
+    A buffer contains the logits of one chunk: 4 x 64 positions, and a vocabulary size of 1000 that
+    the loss pads to 1024.
     """
     return re.findall(r"empty_strided_cpu\(\(256, 1024\), \(1024, 1\), (\S+)\)", "\n".join(code))
 
 
 def test_second_derivatives_raise():
-    """The forward pass computes the gradients, so autograd cannot differentiate them again."""
+    """The forward pass computes the gradients, so autograd cannot differentiate the gradients."""
     x, w = torch.randn(2, 5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
     loss = ChunkedCrossEntropy(9)(x, torch.randint(9, (2, 5)), w)
     with pytest.raises(RuntimeError, match="has no second derivative; compute it from the logits"):
@@ -235,7 +237,10 @@ def test_losses_of_positions_have_no_gradient_and_say_so():
 
 
 def test_float16_does_not_overflow_if_all_positions_have_one_target(monkeypatch):
-    """The sum of 16,384 rows of 8 is 131,072, but the largest float16 number is 65,504."""
+    """The sum of 16,384 positions of value 8 is 131,072. The largest float16 number is 65,504.
+
+    Therefore, a float16 chunk must have fewer positions.
+    """
     monkeypatch.setitem(CHUNK_SIZE, "cpu", 16384)
     x, w = torch.full((1, 16384, 4), 8.0), torch.zeros(300, 4, requires_grad=True)
     y = torch.zeros(1, 16384, dtype=torch.long)

@@ -50,7 +50,7 @@ def test_initialization(gpt2):
 
 
 def test_the_type_of_a_layer_decides_its_initialization():
-    """Linear layers are initialized, whatever their name is.
+    """init_weights initializes every linear layer, whatever its name is.
 
     A layer of a different type keeps the initialization of its constructor.
     """
@@ -154,7 +154,10 @@ def test_generate_has_its_own_random_state():
 
 
 def test_the_residual_stream_is_float32_on_a_cpu():
-    """The stream is float32 even if matrix multiplications use bfloat16. test_gpu.py tests CUDA."""
+    """The residual stream is float32 even if matrix multiplications use bfloat16.
+
+    For CUDA, see test_gpu.py.
+    """
     model, dtypes = GPT(SMALL), []
     for block in model.transformer.h:
         block.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
@@ -216,7 +219,7 @@ def test_muon_updates_the_hidden_matrices_and_adamw_the_rest(monkeypatch, has_bf
 
 
 def test_a_gradient_scaler_unscales_for_muon():
-    """torch.amp.GradScaler does this before the step of an optimizer that does not do it itself."""
+    """torch.amp.GradScaler divides the gradients by its scale before it calls the step of Muon."""
     weights = []
     for scale in (1.0, 1024.0):
         p = torch.nn.Parameter(torch.eye(32))
@@ -244,9 +247,9 @@ def test_groups_of_muon():
 
 
 def test_one_layer_of_query_key_and_value_that_differ_in_size():
-    """Muon would split the layer into three matrices of equal size."""
+    """Muon would split such a layer into three matrices of equal size."""
     model = GPT(SMALL)
-    # Two heads of queries share one head of keys and values.
+    # The two query heads share one key head and one value head, so the layer has 64 outputs.
     model.transformer.h[1].attn.c_attn = torch.nn.Linear(32, 64)
     model.configure_optimizers(0.1, 1e-3, "adamw")
     message = "transformer.h.1.attn.c_attn.weight has 64 rows .*three separate layers"
@@ -255,7 +258,7 @@ def test_one_layer_of_query_key_and_value_that_differ_in_size():
 
 
 def test_two_layers_with_one_parameter():
-    """With TP, each of the two layers would get its own parameter."""
+    """With TP, the two layers would no longer share this parameter."""
     model = GPT(SMALL)
     check_shared(model, LargeConfig(tp=2))
     block = model.transformer.h[0]
@@ -266,7 +269,7 @@ def test_two_layers_with_one_parameter():
 
 
 def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():
-    """When a block is recomputed, its dropout masks are the same."""
+    """When the backward pass recomputes a block, the dropout masks are the same as before."""
     model, idx = randomise(GPT(DROPOUT)), torch.randint(200, (2, 16))
 
     def run():
@@ -281,13 +284,13 @@ def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():
     kept, gradients = run()
     model.activation_checkpointing = True
     kept_little, again = run()
-    # With checkpointing, a block saves only its input, (B, T, C), and no other activations.
+    # With activation checkpointing, a block saves only its input, (B, T, C), for the backward pass.
     assert kept_little < kept / 3
     assert all(torch.equal(a, b) for a, b in zip(gradients, again))
 
 
 def test_activation_checkpointing_repeats_the_random_numbers_of_an_edit(monkeypatch):
-    """A block may draw its own random numbers, even if the model has no dropout."""
+    """An edited block may draw random numbers, even if the flag --dropout is 0."""
     plain = model_module.MLP.forward
 
     def forward(self, x):

@@ -1,4 +1,4 @@
-"""Optimizers of all kinds: checkpoints contain their state, and a resumed run is bit-identical."""
+"""Optimizers of all kinds: a checkpoint contains their state, or saving raises an error."""
 
 from plaingpt.optimizers import load_optimizer
 
@@ -42,7 +42,7 @@ def test_a_state_of_another_shape_is_whole_with_ddp(tmp_path, name):
 class Wrapper(torch.optim.SGD):
     """An optimizer whose state_dict contains the state of an inner optimizer.
 
-    The Lookahead of the package torch_optimizer does the same.
+    The class Lookahead of the package torch_optimizer is such an optimizer.
     """
 
     def state_dict(self):
@@ -54,7 +54,7 @@ class Wrapper(torch.optim.SGD):
 
 
 def test_an_optimizer_with_a_state_dict_of_its_own(monkeypatch):
-    """The optimizer's own methods save and load its state."""
+    """The methods state_dict and load_state_dict of the optimizer save and load its state."""
 
     def make():
         monkeypatch.setattr(
@@ -85,7 +85,10 @@ def test_another_optimizer_does_not_take_the_state(tmp_path):
 )
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_an_optimizer_that_cannot_be_saved_is_refused(tmp_path, value, kind, step):
-    """torch.load refuses a file that contains an object, or a NumPy number, so the save fails."""
+    """torch.load would refuse a checkpoint that contains a Python object or a NumPy number.
+
+    Therefore, the run must not save such a checkpoint.
+    """
     copy_with(tmp_path, "Lookahead")
     edit_model(
         tmp_path,
@@ -105,7 +108,7 @@ def test_an_optimizer_that_cannot_be_saved_is_refused(tmp_path, value, kind, ste
         f"(torch.load refuses the type {kind}); store only tensors, Python's numbers and strings, "
         "and lists and dicts of them\n"
     )
-    assert names(tmp_path / "run", "*.pt") == saved  # --resume finds the checkpoint before
+    assert names(tmp_path / "run", "*.pt") == saved  # the previous checkpoint, for --resume
 
 
 def test_a_note_names_hyperparameters_that_a_resumed_run_takes_from_the_checkpoint(capsys):

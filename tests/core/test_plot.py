@@ -1,4 +1,4 @@
-"""Plots show the numbers in the log."""
+"""plot.py: the lines of a plot, groups of runs, published scores, and unusual runs."""
 
 import re
 from xml.etree import ElementTree
@@ -74,7 +74,7 @@ def test_every_group_is_in_the_legend():
 
 @pytest.mark.slow
 def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
-    """Calculated by hand, the interval is -0.2 ± t(4) x 0.1 x sqrt(2/3), with t(4) = 2.776."""
+    """The interval, calculated by hand, is -0.2 ± t(4) x 0.1 x sqrt(2/3), with t(4) = 2.776."""
     for name, final in (
         ("base-1", 1.0),
         ("base-2", 1.1),
@@ -112,12 +112,12 @@ def test_runs_that_differ_in_their_last_number_are_a_group(tmp_path):
     assert [line.get_ydata()[-1] for line in loss.lines] == pytest.approx([1.1, 0.9, 0.5])
     spread = mine.collections[0].get_paths()[0].vertices[:, 1]  # the band of "base"
     assert spread.min() == pytest.approx(1.0) and spread.max() == 7
-    # Step 0 does not affect the limits.
+    # The loss in step 0 does not affect the limits of the axis.
     assert loss.get_ylim()[0] < 0.5 and 2 < loss.get_ylim()[1] < 2.2
 
 
 def run_with(loss, tokenizer="bytes", split="9 tokens", **settings):
-    """Returns a run in the format of read_run, with one validation loss."""
+    """Returns what read_run would return for a run with a single validation loss."""
     facts = dict(
         tokenizer=tokenizer,
         model_config=dict(block_size=settings.pop("block_size", 64)),
@@ -184,7 +184,7 @@ def test_streams_that_differ_in_their_last_number_share_a_panel():
 
 
 def test_published_scores_are_drawn():
-    """The published losses are drawn only if all runs train on FineWeb-Edu."""
+    """The run does not train on FineWeb-Edu, so no published loss is drawn, only other scores."""
     streams = {name: {0: 1.0, 1: 1.0} for name in ("val", "hella", "lambada", "story", "wikitext")}
     figure = plot.draw({"run": (streams, {})}, "steps")
     assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [

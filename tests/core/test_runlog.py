@@ -105,7 +105,10 @@ def test_an_old_run_moves_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_an_old_run_is_not_the_newest_model(tmp_path):
-    """A new run may have no checkpoint yet. A user can still give the directory of an old run."""
+    """find_newest_model returns no model of an old run, even if the new run has no checkpoint yet.
+
+    The user can still load the model of an old run, with the directory of the old run.
+    """
     old = tmp_path / "log/baby/old-1"
     old.mkdir(parents=True)
     (old / "model_000001.pt").touch()
@@ -123,7 +126,10 @@ def test_an_old_run_is_not_the_newest_model(tmp_path):
 
 @pytest.mark.slow
 def test_the_log_is_utf8_in_every_locale(tmp_path):
-    """The log contains names of data sets. On Windows, the default encoding is not UTF-8."""
+    """The log contains the names of data sets, which may be Chinese.
+
+    On Windows, the default encoding is not UTF-8.
+    """
     code = r"""
 import sys
 sys.path[:0] = sys.argv[1:]
@@ -154,9 +160,9 @@ def test_printed_steps(tmp_path):
 
 @pytest.mark.parametrize("flags", [[], ["--tensorboard"]])
 def test_after_a_full_disk_a_notebook_starts_the_next_run(tmp_path, monkeypatch, flags):
-    """The error is one sentence. The run unlocks its directory.
+    """A run that fails because the disk is full must unlock its directory.
 
-    In a notebook, the exception still exists when the next run starts.
+    In a notebook, the exception of the failed run still exists when the next run starts.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     train_step = train_gpt2.train_step
@@ -179,7 +185,7 @@ def test_after_a_full_disk_a_notebook_starts_the_next_run(tmp_path, monkeypatch,
 
 
 def test_the_clock_stands_while_evaluating_and_saving(tmp_path, monkeypatch):
-    """A step takes 1 s, logging takes 2 s, and a validation, samples or a checkpoint take 100 s."""
+    """A step takes 1 s. Logging takes 2 s. A validation, samples or a checkpoint take 100 s."""
     now = [0.0]
 
     def slow(function, seconds):
@@ -202,7 +208,7 @@ def test_the_clock_stands_while_evaluating_and_saving(tmp_path, monkeypatch):
     train_gpt2.main([*TINY, *flags, str(tmp_path)])
     speeds = read_streams(tmp_path / "log.txt")["tok_s"]
     seconds = [512 / speed for _, speed in sorted(speeds.items())]
-    # A step is logged before the next step, whose time includes the logging.
+    # The time of a step includes the logging of the previous step.
     assert seconds == pytest.approx([1, 3, 3, 3])
 
 
@@ -271,7 +277,10 @@ def test_small_data_get_a_note_each(tmp_path):
 
 @pytest.mark.slow
 def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
-    """Kills a run between two checkpoints, and resumes it. Checks numbers and samples."""
+    """Kills a run between two checkpoints, and resumes the run twice.
+
+    TensorBoard must contain each number and each sample once.
+    """
     flags = [*TINY, *"--log_dir run --tensorboard --save_every 5 --sample_every 5".split()]
     (process,) = spawn(*flags, "--max_steps", 12, cwd=tmp_path)
     wait_for(process, "step     7/")
@@ -296,9 +305,10 @@ def test_tensorboard_has_each_number_once_after_a_kill(tmp_path):
 
 
 def wandb_records(data):
-    """Yields the records of a .wandb file: 7 bytes, then a log in LevelDB's format.
+    """Yields the records of a .wandb file.
 
-    See doc/log_format.md of LevelDB.
+    data: the content of the file, which is 7 bytes, then a log in LevelDB's format. For this
+    format, see doc/log_format.md of LevelDB.
     """
     at, record = 7, b""
     while at < len(data):
@@ -340,7 +350,10 @@ def test_wandb_has_the_numbers_of_the_log_and_a_resumed_run_goes_on(tmp_path):
 
 
 def test_the_run_of_wandb_that_goes_on(tmp_path):
-    """The newest W&B run continues, online or offline. An id may contain dashes."""
+    """A resumed run continues the newest W&B run, online or offline.
+
+    The id of a W&B run may contain dashes.
+    """
     assert find_wandb_id(tmp_path) is None
     for name in (
         "offline-run-20260102_101010-my-2-run-9",
@@ -403,7 +416,7 @@ def test_a_figure_with_the_name_of_another_one_is_refused(tmp_path, name):
 
 
 def test_two_metrics_of_a_step_have_different_names(tmp_path):
-    """For example, a metric of an edited model has the name of the validation loss."""
+    """A metric of an edited model may have the name of the validation loss. This is an error."""
     with open_log(log_dir=str(tmp_path)) as log:
         log.write_validation(3, dict(val=2.5, bpb=1.0))
         with pytest.raises(ValueError, match="two metrics of step 3 have the name 'val'"):
@@ -413,7 +426,7 @@ def test_two_metrics_of_a_step_have_different_names(tmp_path):
 
 
 def test_the_note_on_many_epochs_counts_the_share_of_each_data_set(capsys):
-    """A run of 1.2M tokens reads the small data set 60 times, and the large one 0.12 times."""
+    """A run of 1.2M tokens reads one data set 60 times, and the other data set 0.12 times."""
     training = SimpleNamespace(
         config=train_gpt2.TrainConfig(max_steps=1200, total_batch_size=1000, min_lr=0.0),
         gpt_config=conftest.MODEL,

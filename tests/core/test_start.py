@@ -23,9 +23,9 @@ def test_programs_that_compute_nothing_import_no_torch(program):
 
 @pytest.mark.slow
 def test_a_run_needs_no_docstrings_and_no_asserts(tmp_path):
-    """Compiles our files without docstrings and asserts, as python -OO does.
+    """The test compiles our files without docstrings and asserts, as python -OO does.
 
-    python -OO itself would also compile all of PyTorch again.
+    The option -OO itself would also compile all of PyTorch again.
     """
     (tmp_path / "run.py").write_text(
         "import sys\nfrom importlib.machinery import SourceFileLoader\n"

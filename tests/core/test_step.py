@@ -45,8 +45,9 @@ from train_gpt2 import (
 def test_the_compiled_step_matches_a_plain_loop(tmp_path):
     """Takes 6 steps of two micro-batches each. With fullgraph, a graph break raises an error.
 
-    The run also validates and runs a benchmark. Exactly three graphs are compiled: the training
-    step, and the hidden states and the loss of a validation.
+    The run also computes validation losses and a benchmark. torch.compile must compile exactly
+    three graphs: the training step, the hidden states of a validation, and the loss of a
+    validation.
     """
     torch._dynamo.reset()
     counters.clear()
@@ -66,9 +67,9 @@ def test_a_step_in_bfloat16_is_close_to_a_plain_loop(tmp_path):
 
 
 def assert_plain_curve(run, tolerance):
-    """Compares the log of 6 steps with a plain loop.
+    """Checks that the log of 6 steps matches a plain loop. run: the run directory.
 
-    Compares the first validation with a validation in eager mode.
+    Also checks that the first validation matches a validation in eager mode. tolerance: relative.
     """
     config, log = replace(MODEL, n_layer=1), read_log(run)
     for step, (loss, norm) in enumerate(plain_curve(config, 6)):
@@ -102,7 +103,7 @@ def test_float16_scales_the_loss_and_skips_overflows(tmp_path, whole):
 
 @pytest.mark.parametrize("counts", [[2, 0], [3, 5], [0, 0]])
 def test_targets_have_the_same_weight_in_a_step(counts):
-    """The test simulates eight processes. Seven of them have no targets."""
+    """The test simulates eight processes. Seven of these processes have no targets."""
     training = SimpleNamespace(process=SimpleNamespace(sum=lambda total: total, world_size=8))
     x = torch.zeros(2, 3, dtype=torch.long)
     micro_batches = []
@@ -147,13 +148,16 @@ def test_one_synchronization_per_step(monkeypatch, optimizer, dtype):
         calls.clear()
         with Waits():
             metrics = train_step(training, [(x, x)] * 3)
-        # Python has queued the work of all optimizers before it waits.
+        # Before Python waits for the device, Python has queued the work of all optimizers.
         assert calls == [*["step"] * len(training.optimizers), "tolist"]
         assert all(map(math.isfinite, metrics.values()))
 
 
 class Counting(torch.optim.AdamW):
-    """The step of AdamW reads found_inf, but the rest of this step does not."""
+    """AdamW with additional updates, which do not depend on found_inf.
+
+    AdamW.step itself changes nothing if found_inf is 1.
+    """
 
     @torch.no_grad()
     def step(self):
@@ -166,7 +170,10 @@ class Counting(torch.optim.AdamW):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_parameters_of_no_optimizer_do_not_count(monkeypatch, dtype):
-    """Training is the same as if these parameters had requires_grad = False."""
+    """A parameter that no optimizer updates must not affect the gradient norm.
+
+    The norm is the same as if the parameter had requires_grad = False.
+    """
     x = torch.randint(256, (2, 16))
     norms = []
     for is_frozen in (False, True):
@@ -195,9 +202,9 @@ OWN_OPTIMIZERS = {
 @pytest.mark.parametrize("name", ["adamw", "muon", *OWN_OPTIMIZERS])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_no_bit(monkeypatch, dtype, name, value):
-    """Weights, moments and step counts stay the same.
+    """A step with such a gradient changes no weights, moments and step counts.
 
-    test_reliability.py tests several processes.
+    For several processes, see test_reliability.py.
     """
     if make := OWN_OPTIMIZERS.get(name):
         monkeypatch.setattr(
@@ -227,7 +234,7 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(monkeypatch, dtype, name, 
         for a, b in zip(before, after, strict=True)
         if not (torch.equal(a, b) if torch.is_tensor(a) else a == b)
     ]
-    # Only the float16 scaler may change: it counts the steps since its scale last changed.
+    # Only the float16 scaler may change: the scaler counts the steps since its last new scale.
     assert len(differ) <= (dtype == torch.float16)
     monkeypatch.setattr(training, "clip", clip)
     train_step(training, [(x, x)] * 2)
@@ -241,7 +248,7 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(monkeypatch, dtype, name, 
 def test_muon_on_two_processes(tmp_path):
     """The tolerance is larger than usual, because Muon may compute in bfloat16.
 
-    Its rounding errors are up to 1/256.
+    The relative rounding errors of bfloat16 are up to 1/256.
     """
     for n in (1, 2):
         train("--optimizer", "muon", "--log_dir", n, "--max_steps", 4, cwd=tmp_path, processes=n)

@@ -42,8 +42,8 @@ from train_gpt2 import TrainConfig, get_lr
 def test_validation_uses_the_same_tokens_in_every_layout(tmp_path):
     """Validation reads 27 sequences, evenly spaced over the whole held-out text.
 
-    A batch always contains --batch_size sequences; the surplus is ignored. In the last run, 64
-    sequences are even more than the 8 sequences that a process reads in a training step.
+    A batch always contains --batch_size sequences; surplus sequences are ignored. In the last run,
+    --batch_size is 64, although a training step has only 8 sequences per process.
     """
     model, shapes = fresh(MODEL), set()
     model.loss_fn.register_forward_pre_hook(lambda _, args: shapes.add(tuple(args[1].shape)))
@@ -91,7 +91,7 @@ def test_the_batch_grows_also_if_a_run_resumes_with_fewer_processes(tmp_path):
 def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
     """The second process has a different text, learning rate or run directory.
 
-    The different run directory contains no checkpoint.
+    Only the run directory of the first process contains a checkpoint.
     """
     (tmp_path / "my.txt").write_text(TEXT * 9)
     (tmp_path / "train.py").write_text(
@@ -126,7 +126,7 @@ def test_processes_with_different_data_flags_or_checkpoints(copy, tmp_path):
 
 @pytest.mark.slow
 def test_one_process_checks_a_checkpoint(tmp_path):
-    """The check reads the whole file, so only one process runs it."""
+    """Checking a checkpoint means reading the whole file, so only rank 0 checks the checkpoint."""
     train("--max_steps", 4, "--val_every", 2, "--keep_best", "--log_dir", "run", cwd=tmp_path)
     (tmp_path / "train.py").write_text(
         f"import os, sys, zipfile; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -214,7 +214,10 @@ def test_ctrl_c_says_what_happens_and_can_be_forced(tmp_path, again):
 
 
 def test_a_signal_in_the_last_step(tmp_path, monkeypatch, capsys):
-    """The run saves the last step at once. The resumed run does the missing validation."""
+    """The run saves a checkpoint, without the validation of the last step.
+
+    The resumed run does this missing validation.
+    """
 
     def interrupted(step, config):
         if step == 1:
@@ -245,9 +248,9 @@ def test_main_returns_the_last_figures(tmp_path):
 
 
 def test_main_in_a_thread(tmp_path):
-    """A program with a window may call main in a thread.
+    """A program with a graphical window may call main in a thread.
 
-    Only the main thread can handle signals.
+    In Python, only the main thread can handle signals.
     """
     with ThreadPoolExecutor() as pool:
         run = pool.submit(train_gpt2.main, [*TINY, "--log_dir", str(tmp_path / "run")])
@@ -257,9 +260,9 @@ def test_main_in_a_thread(tmp_path):
 
 @pytest.mark.slow
 def test_main_twice_in_one_process(tmp_path, capsys):
-    """A notebook may call main twice.
+    """A notebook may call main several times.
 
-    After each call, the directory is unlocked, and Python's signal handlers are restored.
+    After each call, main has unlocked the run directory and restored Python's signal handlers.
     """
     flags = [*TINY, "--log_dir", str(tmp_path / "run"), "--max_steps"]
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -285,9 +288,9 @@ def test_main_again_reads_files_that_have_changed(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 def test_a_resumed_run_lets_go_of_its_checkpoint(tmp_path, monkeypatch):
-    """The run may delete the checkpoint.
+    """A resumed run may delete the checkpoint from which it resumed.
 
-    If the file were still open, its disk space would stay in use.
+    If the run still had the file mapped into memory, the disk space would stay in use.
     """
     flags = [*TINY, "--save_every", "2", "--log_dir", str(tmp_path), "--max_steps"]
     train_gpt2.main([*flags, "2"])
@@ -304,9 +307,9 @@ def test_a_resumed_run_lets_go_of_its_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_job_that_starts_while_the_last_one_saves(tmp_path, monkeypatch):
-    """The second job has read a checkpoint before the first job saves a newer one.
+    """The second job reads a checkpoint before the first job saves a newer checkpoint.
 
-    If the second job did not stop, it would repeat the steps of the first job.
+    If the second job did not stop, it would repeat steps of the first job.
     """
     flags = [*TINY, "--save_every", "2", "--log_dir", str(tmp_path), "--max_steps"]
     train_gpt2.main([*flags, "2"])

@@ -1,4 +1,4 @@
-"""Weights that do not fit the model: two values of a tied matrix, missing names, too few ids."""
+"""Loads unusual weights, such as a tied matrix with two values."""
 
 from dataclasses import asdict, replace
 
@@ -56,7 +56,7 @@ def save_nanogpt(path, **changes):
 
 @pytest.mark.parametrize("save, n", [(save_nanogpt, 50257), (save_huggingface, 256)])
 def test_a_tied_matrix_with_two_values_is_refused(save, n, tmp_path):
-    """If a model does not tie its head to the embedding, its file contains two different matrices.
+    """The file of a model without weight tying contains two different matrices.
 
     If this file were loaded, one of the two matrices would be lost without a message.
     """
@@ -77,7 +77,7 @@ def test_an_embedding_that_a_file_has_only_as_the_head(tmp_path):
 
 
 def test_a_dropout_of_an_edit_is_off_in_a_loaded_model(tmp_path, monkeypatch):
-    """Outside training, this edited model is GPT-2, so export.py must accept its logits."""
+    """The edit adds dropout. In a loaded model, dropout must be off, so the logits are GPT-2's."""
     plain = model_module.MLP.forward
 
     def forward(self, x):
@@ -90,7 +90,10 @@ def test_a_dropout_of_an_edit_is_off_in_a_loaded_model(tmp_path, monkeypatch):
 
 
 def test_a_run_with_too_few_ids_is_refused_before_it_starts(tmp_path, monkeypatch):
-    """The data contain none of the missing ids, but each sample begins with end_of_text."""
+    """The vocabulary lacks only the id of end_of_text.
+
+    The data do not contain this id, but each sample begins with it.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text("A boat came home. " * 999)
     flags = [*TINY, "--data", "t.txt", "--tokenizer", "gpt2", "--vocab_size", "50256"]
