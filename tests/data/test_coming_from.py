@@ -41,7 +41,7 @@ def test_ids_of_nanogpt_with_more_than_16_bits(tmp_path, dtype, first):
 
 
 def test_ids_of_characters_are_not_gpt2s(tmp_path):
-    """nanoGPT's meta.pkl, which would show that the ids are characters, was not copied."""
+    """The user has not copied nanoGPT's meta.pkl, which shows that the ids mean characters."""
     np.arange(65, dtype="<u2").tofile(tmp_path / "train.bin")
     with pytest.raises(UserError, match="its ids are below 256, like ids of bytes or characters"):
         Sources([str(tmp_path)])
@@ -50,7 +50,10 @@ def test_ids_of_characters_are_not_gpt2s(tmp_path):
 
 @pytest.fixture
 def theirs():
-    """A GPT whose biases are 0, and its weights with the names of nanoGPT and build-nanogpt."""
+    """Returns a GPT whose biases are 0, and a dict of the other weights of this GPT.
+
+    In the dict, the weights have the names that nanoGPT and build-nanogpt use.
+    """
     model = randomise(GPT(GPTConfig(vocab_size=50257, **SHAPE)))
     weights = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -91,7 +94,7 @@ def test_checkpoints_of_others(trainer, theirs, tmp_path, monkeypatch, capsys):
 
 
 def test_only_biases_may_be_missing(theirs, tmp_path):
-    """Otherwise, missing weights of a changed or damaged model would become zeros."""
+    """Missing biases become zeros. Other missing weights must not: the model may be damaged."""
     _, weights = theirs
     del weights["_orig_mod.transformer.h.1.mlp.c_fc.weight"]
     torch.save(dict(model=weights, model_args=dict(SHAPE, vocab_size=50304)), tmp_path / "ckpt.pt")
@@ -101,7 +104,7 @@ def test_only_biases_may_be_missing(theirs, tmp_path):
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._orig_mod."])
 def test_weights_of_a_model_in_ddp(prefix, theirs, tmp_path):
-    """DDP and torch.compile add prefixes to the names."""
+    """DDP and torch.compile add prefixes to the names of the weights."""
     model, weights = theirs
     weights = {prefix + name.removeprefix("_orig_mod."): p for name, p in weights.items()}
     torch.save(dict(model=weights, model_args=dict(SHAPE, vocab_size=50304)), tmp_path / "ckpt.pt")

@@ -33,7 +33,10 @@ GPT2 = get_tokenizer("gpt2")
 
 
 def write_megatron(prefix, documents, dtype, code):
-    """Writes X.bin and X.idx in Megatron-LM's format, with one sequence per document."""
+    """Writes {prefix}.bin and {prefix}.idx in Megatron-LM's format, one sequence per document.
+
+    code: the number that stands for `dtype` in this format.
+    """
     lengths = [len(document) for document in documents]
     starts = np.cumsum([0, *lengths[:-1]]) * np.dtype(dtype).itemsize
     data = [np.array(document, dtype).tobytes() for document in documents]
@@ -51,7 +54,7 @@ def write_megatron(prefix, documents, dtype, code):
 def documents():
     """The token ids of 300 documents.
 
-    Each ends with end_of_text, as with Megatron's --append-eod.
+    Each document ends with end_of_text, as with the flag --append-eod of Megatron-LM.
     """
     rng = np.random.default_rng(0)
     return [[*rng.integers(0, 50256, rng.integers(0, 90)).tolist(), 50256] for _ in range(300)]
@@ -79,7 +82,7 @@ def test_megatrons_files_give_the_tokens_of_npy(documents, tmp_path, dtype, code
     assert sum(expected, []) == flat(documents)
     for place in ("m", "m/x_text_document", "m/x_text_document.bin", "m/x_text_document.idx"):
         assert splits(tmp_path / place) == expected, place
-    # The directory may contain several files, with both dtypes, and its own validation data.
+    # A directory may contain several pairs of files, with both dtypes, and validation data.
     write_megatron(tmp_path / "m/x_valid_text_document", documents[:3], dtype, code)
     write_megatron(tmp_path / "m/y_text_document", documents[:7], "<u2", 8)
     assert splits(tmp_path / "m") == [flat(documents + documents[:7]), flat(documents[:3])]
@@ -111,7 +114,10 @@ def test_damaged_files_of_megatron_are_one_sentence(documents, tmp_path, suffix,
     "kind", ["x_text_document.idx", "x_train_000000.bin", "x_train_000000.npy"]
 )
 def test_a_file_with_more_tokens_than_are_described(documents, tmp_path, kind):
-    """For example, Megatron's .idx may belong to an earlier, shorter .bin."""
+    """The header of a file describes fewer tokens than the file contains.
+
+    For example, Megatron's .idx file may belong to an earlier, shorter .bin file.
+    """
     ids = np.array(flat(documents), np.uint16)
     path = tmp_path / kind
     if path.suffix == ".idx":
@@ -142,9 +148,9 @@ def test_large_ids_are_refused(tmp_path):
 
 @pytest.mark.parametrize("fraction, of_text", [(None, 101), (0.1, 101), (0.07, 71)])
 def test_the_end_of_the_data_is_for_validation(tmp_path, fraction, of_text):
-    """Validation data of shards begin with the first document in the last hundredth of the tokens.
+    """In shards, validation data begin with the first document in the last hundredth of the tokens.
 
-    The last tenth of a text file is for validation. --val_fraction changes both fractions.
+    In a text file, the last tenth is for validation. --val_fraction replaces both fractions.
     """
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 200, 30_000).astype(np.uint16)
@@ -170,7 +176,10 @@ def test_a_document_without_an_end_is_cut(tmp_path):
 )
 @pytest.mark.parametrize("more", ["", "<|endoftext|>", "<|endoftext|>\n"])
 def test_a_text_with_marks_has_the_ids_of_its_shards(tmp_path, text, more):
-    """A text without marks contains no end_of_text, so its ids are the same as in version 1.0."""
+    """If a text contains <|endoftext|>, a run reads the same ids as from shards of the text.
+
+    If a text does not contain <|endoftext|>, its ids contain no end_of_text, as in version 1.0.
+    """
     path = tmp_path / "a.txt"
     path.write_bytes(codecs.BOM_UTF8 + f"{text}{more}".encode())
     fineweb.main(["--input", str(path), "--output_dir", str(tmp_path / "out"), "--num_proc", "1"])
@@ -251,7 +260,7 @@ def test_a_mixture_equals_a_plain_loop(sets, weights):
     loader = DataLoaderLite(data.train, data.shares, 32, seed=7)
     rows = [np.load(sets / name / "x_train_000000.npy").tolist() for name in "abc"]
     plain = plain_mixture(rows, data.shares, 32, seed=7)
-    expected = [next(plain) for _ in range(500)]  # several epochs of each set, several periods
+    expected = [next(plain) for _ in range(500)]  # several epochs of each data set
     for i in reversed(range(500)):  # a sequence depends only on its position
         x, y = loader.sequence(i)
         assert [*x, y[-1]] == expected[i], i
@@ -282,7 +291,7 @@ def test_a_mixture_trains_the_same_on_any_number_of_processes_and_resumed(sets):
 
 
 def test_the_log_can_have_the_name_of_every_file():
-    """A file name may be Latin-1, which is not valid UTF-8.
+    """A file name may be Latin-1, which is not valid UTF-8. In the log, the name is valid UTF-8.
 
     A resumed run must find the same name in the log.
     """

@@ -203,7 +203,7 @@ def test_several_files_and_threads(documents, tmp_path, num_proc):
 
 
 def test_a_document_of_more_than_four_megabytes(documents, tmp_path, monkeypatch):
-    """The document is cut only for GPT-2's tokenizer, whose tokens do not change at a cut."""
+    """fineweb.py cuts such a document only for GPT-2's tokenizer: cuts do not change its tokens."""
     monkeypatch.setattr("plaingpt.documents.BLOCK", 2000)
     rng, path = random.Random(1), tmp_path / "text.txt"
     large = " ".join(rng.choices([d for d in documents if "<|" not in d], k=2000))
@@ -217,7 +217,7 @@ def test_a_document_of_more_than_four_megabytes(documents, tmp_path, monkeypatch
 
 
 def test_a_text_may_begin_or_end_with_a_separator(tmp_path, monkeypatch):
-    """There is no empty document before the first separator or after the last one."""
+    """There is no empty document before the first separator or after the last separator."""
     end, path = "<|endoftext|>", tmp_path / "text.txt"
     for before in ("", end, f"\n{end}"):
         for after in ("", end, f"{end}\n"):
@@ -228,7 +228,7 @@ def test_a_text_may_begin_or_end_with_a_separator(tmp_path, monkeypatch):
             assert numbers == [1, 2, 3]
     path.write_text(f"{end}\n")
     assert list(read_documents([path])) == []
-    # The pieces of a cut document contain all of its white space.
+    # Together, the pieces of a cut document contain all whitespace of the document.
     monkeypatch.setattr("plaingpt.documents.BLOCK", 50)
     text = "word " * 100 + "\n" * 100
     for data in (text, f"{end}{text}", f"{text}{end}"):
@@ -275,7 +275,7 @@ def test_continues_after_shards_with_longer_batches(documents, tmp_path, monkeyp
 
 
 def test_the_tokenizer_is_written_once(documents, tmp_path):
-    """A training run may start before all shards exist. It must read a complete tokenizer.json."""
+    """A training run may start before all shards exist. tokenizer.json must then be complete."""
     path, out = write(tmp_path / "jsonl.jsonl", documents[:50]), tmp_path / "out"
     library = build_library([bytes([i]) for i in range(256)], {"<|endoftext|>": 256})
     library.save(str(tmp_path / "t.json"))
@@ -291,7 +291,7 @@ def test_the_tokenizer_is_written_once(documents, tmp_path):
 
 
 def test_a_mistake_unlocks_the_directory(tmp_path):
-    """The directory is unlocked even while the traceback exists, as in a notebook."""
+    """The directory is unlocked even if the traceback still exists, as in a notebook."""
     path, out = write(tmp_path / "jsonl.jsonl", ["a"]), tmp_path / "out"
     fine("--input", path, directory=out)
     with pytest.raises(UserError, match="files of a different shard_size") as error:
@@ -428,7 +428,7 @@ def test_which_edits_the_checksum_of_places_finds(tmp_path):
     path.write_bytes(data)
     before = checksum_of_places([path])
     found = []
-    last = 2**23 - 2**16  # the start of the last of 64 evenly spaced places
+    last = 2**23 - 2**16  # where the last of the 64 evenly spaced places begins
     for place in (0, last * 32 // 63, 2**23 - 1, 2**16):
         path.write_bytes(data[:place] + b"1" + data[place + 1 :])
         found.append(checksum_of_places([path]) != before)
@@ -443,7 +443,8 @@ def test_a_missing_shard_is_refused(documents, tmp_path):
     with pytest.raises(UserError, match="a shard is missing; restore it, or use a new directory"):
         fine("--input", path, directory=out, shard_size=500)
     shard.write_bytes(before[shard.name])
-    (out / "meta.json").rename(out / "progress.json")  # as if killed just before the end
+    # This simulates that fineweb.py was killed just before it wrote meta.json.
+    (out / "meta.json").rename(out / "progress.json")
     out = out.rename(tmp_path / "renamed")
     fine("--input", path, directory=out, shard_size=500)
     assert everything_in(out) == before
@@ -451,10 +452,11 @@ def test_a_missing_shard_is_refused(documents, tmp_path):
 
 @pytest.fixture
 def hub(tmp_path):
-    """Serves a stand-in for FineWeb-Edu. Yields (run, files, requests so far).
+    """Serves a stand-in for FineWeb-Edu. Yields (run, files, requests).
 
     run: a function that runs fineweb.py several times in one process, then executes statements, and
-    returns (stdout, stderr). files: {path: bytes}, to which a test adds files.
+    returns (stdout, stderr). files: {path: bytes}, to which a test adds files. requests: a list,
+    which always contains all requests so far.
     """
     configs = dict(default="data", **{"sample-10BT": "sample/10BT"})
     readme = "".join(f"- config_name: {k}\n  data_files: {v}/*\n" for k, v in configs.items())
@@ -481,7 +483,7 @@ def hub(tmp_path):
 
 
 def ranges_of(requests):
-    """Returns [(path, authorization, first byte)] of the downloaded parts of .parquet files."""
+    """Returns (path, authorization, first byte) for each download of a part of a .parquet file."""
     found = []
     for method, path, headers in requests:
         if method == "GET" and path.endswith(".parquet"):
@@ -491,7 +493,7 @@ def ranges_of(requests):
 
 
 def add_documents(files, documents, cut):
-    """Adds two files of documents, the first of which ends at `cut`. Returns their names."""
+    """Adds two files: documents[:cut] and documents[cut:]. Returns the names of the files."""
     rows = [dict(text=document, n=i) for i, document in enumerate(documents)]
     names = ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
     for name, part in zip(names, (rows[:cut], rows[cut:])):
@@ -546,7 +548,10 @@ def test_a_restart_does_not_download_what_is_done(tmp_path, hub):
 
 @pytest.mark.slow
 def test_the_cache_of_version_2_serves_without_a_network(documents, tmp_path, hub):
-    """Version 2.1 downloaded a data set into the cache of `datasets`, and counted its rows."""
+    """fineweb.py uses a data set that version 2.1 downloaded into the cache of `datasets`.
+
+    The file progress.json of version 2.1 also contains the number of rows of the data set.
+    """
     run, files, requests = hub
     add_documents(files, documents[:500], 200)
     load = "datasets.load_dataset('HuggingFaceFW/fineweb-edu', 'sample-10BT')"

@@ -26,7 +26,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from train_gpt2 import DataLoaderLite
 from train_large import LargeConfig
 
-# Keeps the Unicode tables of hypothesis out of the repository.
+# Without this line, hypothesis would write its Unicode tables into the repository.
 set_hypothesis_home_dir(Path(tempfile.gettempdir(), "hypothesis"))
 
 
@@ -55,7 +55,7 @@ NPY_HEADER = b"{'descr': '<u2', 'fortran_order': False, 'shape': (20,), }\n"
 NPY = b"\x93NUMPY\1\0" + struct.pack("<H", len(NPY_HEADER)) + NPY_HEADER + bytes(range(40))
 BIN = struct.pack("<256i", 20240520, 1, 20, *[0] * 253) + bytes(range(40))
 PIECES = st.binary(max_size=4) | st.sampled_from([b"0", b"-1", b"999999999999", b"(", b"'", b">i4"])
-# (position, number of bytes removed there, bytes inserted)
+# (position, number of bytes that are removed there, bytes that are inserted there)
 EDIT = st.tuples(st.integers(0, 70) | st.integers(0, 1100), st.integers(0, 9), PIECES)
 
 
@@ -90,9 +90,9 @@ SEEDS, SMALL = st.integers(0, 2**32 - 1), st.integers(1, 4)
 
 
 def write_shards(directory, lengths):
-    """Writes shards of these lengths, in both formats.
+    """Writes shards of these lengths, alternately in two formats: .bin and .npy.
 
-    Returns their tokens, which are all different.
+    Returns the tokens of all shards. Each token is different from all other tokens.
     """
     tokens = np.arange(60_000, 60_000 + sum(lengths), dtype=np.uint16)
     for i, part in enumerate(np.split(tokens, np.cumsum(lengths)[:-1])):
@@ -121,7 +121,7 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
     assume(n > 0)
 
     def numbers(x, y):
-        """Compares every token with the shards. Returns the indices of the sequences."""
+        """Checks that x and y equal sequences of the shards. Returns the sequences' indices."""
         found = [(row[0] - 60_000) // T for row in x.tolist()]
         assert x.tolist() == [tokens[i * T : (i + 1) * T] for i in found]
         assert y.tolist() == [tokens[i * T + 1 : (i + 1) * T + 1] for i in found]

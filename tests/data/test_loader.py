@@ -22,9 +22,9 @@ T = 16
 
 
 def open_tokens(data, split="train", vocab_size=256, tokenizer="bytes"):
-    """Opens a split of the data. Returns its Tokens.
+    """Opens a split of the data. Returns the Tokens of the split.
 
-    Adds a validation shard to a directory that contains none.
+    If the data are a directory without a validation shard, first adds a validation shard.
     """
     if data.is_dir() and not list(data.glob("*_val_*")):
         np.save(data / "x_val_000000.npy", np.zeros(100, np.uint16))
@@ -37,7 +37,7 @@ def open_loader(data, T=T, seed=1337, shuffle=True, **options):
 
 
 def measured(val, **settings):
-    """Returns where the sequences begin that a validation measures, as numbers of tokens.
+    """Returns the positions, in tokens, of the first five sequences that a validation reads.
 
     The ids of the validation split must be 10, 11, 12, and so on.
     """
@@ -46,9 +46,12 @@ def measured(val, **settings):
 
 
 def test_validation_of_a_part_that_was_held_out_is_spread(tmp_path):
-    """Held-out pairs are spread, too. A val split on disk is measured from its start."""
+    """A validation reads sequences that are evenly spaced over the held-out part of the data.
+
+    In a val shard, a validation reads the first sequences.
+    """
     ids = np.zeros(2000, np.uint16)
-    # 12 sequences of 16 tokens are held out, and 5 are read.
+    # 12 sequences of 16 tokens are held out. A validation reads 5 of these sequences.
     ids[-200:] = np.arange(10, 210)
     np.save(tmp_path / "x_train_000000.npy", ids)
     splits = open_splits(tmp_path, get_tokenizer("bytes"), 0.1)
@@ -84,7 +87,7 @@ def test_how_many_shards_stay_open(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_npy_and_bin_give_the_same_batches(shards, tmp_path, dtype):
-    """The fingerprints are the same, too. Ids above 65,535 keep all their bits."""
+    """The fingerprints of both formats are the same. Ids above 65,535 keep all their bits."""
     for name in ("npy", "bin"):
         (tmp_path / name).mkdir()
     for p in shards.glob("*.npy"):
@@ -101,9 +104,9 @@ def test_npy_and_bin_give_the_same_batches(shards, tmp_path, dtype):
 
 
 def test_the_order_of_the_data_never_changes(tmp_path):
-    """The seed is 1337. The 8 sequences are read in epochs 0 and 1.
+    """The test checks the order of 8 sequences in epochs 0 and 1, with the seed 1337.
 
-    A different order would change all published curves.
+    If a new version changed the order, it would not reproduce published losses.
     """
     np.save(tmp_path / "x_train_000000.npy", np.arange(8 * T + 1, dtype=np.uint16))
     x, _ = open_loader(tmp_path).batch(0, 16, CPU)
@@ -111,11 +114,15 @@ def test_the_order_of_the_data_never_changes(tmp_path):
 
 
 def test_permute_is_uniform():
-    """Chi-squared tests of (position, image) and of the distances of neighbors in many epochs."""
+    """Runs two chi-squared tests over many epochs.
+
+    In each epoch, `permute` maps position i to p(i). One test is about the pairs (i, p(i)), and the
+    other test is about the differences p(i + 1) - p(i).
+    """
     n, epochs = 30, 3000
     orders = np.array([[permute(i, n, 0, epoch) for i in range(n)] for epoch in range(epochs)])
     counts = np.stack([np.bincount(column, minlength=n) for column in orders.T])
-    # A distance of 0 does not occur.
+    # A difference of 0 cannot occur.
     steps = np.bincount((np.diff(orders) % n).ravel(), minlength=n)[1:]
     for found, degrees in ((counts, (n - 1) ** 2), (steps, n - 2)):
         expected = found.sum() / found.size
@@ -124,7 +131,7 @@ def test_permute_is_uniform():
 
 
 def test_only_cuda_copies_batches_while_the_program_goes_on(tmp_path, monkeypatch):
-    """On MPS, a copy in the background might read memory that has been freed."""
+    """On MPS, a copy in the background might read memory that the program has already freed."""
     (tmp_path / "t.txt").write_bytes(b"text\n" * 200)
     loader, seen = open_loader(tmp_path / "t.txt"), {}
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda batch: batch)
@@ -184,7 +191,7 @@ def test_refuses_invalid_shards(tmp_path, case):
     ],
 )
 def test_the_shards_have_the_tokens_that_meta_json_says(shards, name, is_there):
-    """A shard may be missing or different, or meta.json may not count it.
+    """The test removes a shard, replaces a shard, or adds a shard that meta.json does not count.
 
     Without the val shard, a run would validate on tokens on which other runs train.
     """
@@ -206,7 +213,7 @@ def test_the_shards_have_the_tokens_that_meta_json_says(shards, name, is_there):
 
 
 def test_a_shard_in_two_formats_is_refused(shards):
-    """A run would train on the tokens of this shard twice."""
+    """In each epoch, a run would train twice on the tokens of such a shard."""
     write_bin(shards / "a_train_000002.bin", np.load(shards / "a_train_000002.npy"))
     sentence = "a_train_000002.bin and a_train_000002.npy are the same shard; move one of them away"
     with pytest.raises(UserError, match=sentence):
@@ -252,9 +259,9 @@ def write_shard(directory, name, ids):
 @pytest.mark.parametrize("name", SHARD_NAMES)
 @pytest.mark.parametrize("id", [0, 50256])
 def test_a_shard_that_one_id_fills_to_its_end(tmp_path, name, id):
-    """A download may reserve the size of the file, then stop. The rest of the file is then 0."""
+    """A download may reserve the size of a file, then stop. The rest of the file contains zeros."""
     ids = np.random.default_rng(0).integers(1, 50256, 20_000).astype(np.uint16)
-    ids[18_100:] = id  # fewer than a tenth of the ids
+    ids[18_100:] = id  # fewer than a tenth of the ids, which is not an error
     write_shard(tmp_path, name, ids)
     fingerprint(tmp_path, vocab_size=50257, tokenizer="gpt2")
     open_shard.cache_clear()
@@ -288,7 +295,7 @@ def fingerprint(*args, **options):
 
 
 def test_fingerprint(shards, tmp_path):
-    """Checkpoints store the fingerprint, so it must not change between versions."""
+    """Checkpoints contain fingerprints, so a fingerprint must not change between versions."""
     assert fingerprint(shards) == "3,381 tokens with CRC-32 101aefd2"
     assert fingerprint(shards, "val") == "700 tokens with CRC-32 7f7f507d"
     text = tmp_path / "t.txt"
@@ -308,7 +315,7 @@ def test_fingerprint(shards, tmp_path):
     ],
 )
 def test_the_fingerprint_covers_both_ends_of_a_shard(tmp_path, i, known):
-    """Changes token i. The fingerprint changes only if this token is near an end of the shard."""
+    """The test changes token i of a shard, which changes the fingerprint only near both ends."""
     tokens = np.arange(3 * ENDS, dtype=np.uint32).astype(np.uint16)
     tokens[i] ^= 1
     np.save(tmp_path / "x_train_000000.npy", tokens)

@@ -1,4 +1,4 @@
-"""Prompts and responses: their layout, a loss on the responses only, and the score of answers."""
+"""Pairs of prompts and responses: their tokens, the loss on responses only, and answers.py."""
 
 import gzip
 import math
@@ -47,7 +47,7 @@ def letters(rng, least, most):
 
 @pytest.fixture
 def pairs(tmp_path):
-    """A file of 400 pairs of different lengths, so that micro-batches have different weights."""
+    """A file of 400 pairs. Their lengths differ, so micro-batches have different weights."""
     rng = random.Random(0)
     return write_pairs(
         tmp_path / "pairs.jsonl", [(letters(rng, 0, 15), letters(rng, 1, 15)) for _ in range(400)]
@@ -61,7 +61,7 @@ def open_loader(items, split="train", **options):
 
 
 def test_layout(tmp_path):
-    """Each pair is in one sequence. Only the response and the end_of_text after it are targets."""
+    """Each pair is within one sequence. Only the response and its end_of_text are targets."""
     given = [("ab", "c"), ("", "de"), ("fgh", "ij"), ("k", "l"), ("mnopq", "rs"), ("tuvw", "xyzz")]
     path = write_pairs(tmp_path / "p.jsonl", given)
     (ids, counted), (val_ids, val_counted) = read_pairs(path, BYTES, 8, 0.5)
@@ -73,7 +73,7 @@ def test_layout(tmp_path):
     assert np.array_equal(train_set.read(0, len(train_set)), ids)
     expected = [-100, -100, 99, 10, -100, 108, 10, -100]
     assert np.array_equal(val.read_sequence(0, 8)[1], expected)
-    given[1] = ("d", "e")  # the ids stay the same, but not the targets
+    given[1] = ("d", "e")  # instead of ("", "de"): the ids are the same, but the targets differ
     other = open_pairs(write_pairs(tmp_path / "q.jsonl", given), BYTES, 8, val_fraction=0.5)
     assert other[0].fingerprint() != train_set.fingerprint()
     assert other[1].fingerprint() == val.fingerprint()
@@ -105,7 +105,7 @@ def test_a_response_may_end_with_the_mark(tmp_path):
 
 
 def test_validation_pairs_are_training_pairs_of_no_other_run(tmp_path):
-    """With a different --block_size or tokenizer, a run may skip different pairs.
+    """With a different --block_size or tokenizer, different pairs are too long, and are skipped.
 
     The split into training and validation pairs stays the same.
     """
@@ -142,9 +142,9 @@ WAYS = {  # test_edits.py tests FSDP, TP and PP
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, way):
-    """Compares losses and norms with a plain loop.
+    """Checks that losses and gradient norms match a plain loop.
 
-    The plain loop reads one batch of 16 sequences per step.
+    The plain loop reads the 16 sequences of a step in one batch.
     """
     (processes, layout), items = WAYS[way], [pairs]
     if way == "mixture":
@@ -159,9 +159,9 @@ def test_a_step_is_the_mean_over_its_counted_targets(tmp_path, pairs, shards, wa
 
 
 def test_losses_equal_those_of_transformers(pairs):
-    """Hugging Face's GPT-2 also ignores labels of -100.
+    """Like our loss, the loss of Hugging Face's GPT-2 ignores labels of -100.
 
-    A validation measures only the responses.
+    A validation loss is the mean over the tokens of responses.
     """
     loader, model = open_loader([pairs], "val", shuffle=False), fresh(MODEL).eval()
     hf = transformers.GPT2LMHeadModel(
@@ -184,7 +184,7 @@ def test_losses_equal_those_of_transformers(pairs):
 
 @pytest.mark.slow
 def test_only_the_responses_are_learned(tmp_path):
-    """Random prompts cannot be predicted, so the loss is near 0 only if prompts are ignored."""
+    """No model can predict random prompts, so the loss is near 0 only if it ignores the prompts."""
     rng = random.Random(1)
     write_pairs(tmp_path / "p.jsonl", [(letters(rng, 3, 9), "yes") for _ in range(600)])
     flags = "--max_steps 60 --max_lr 0.01 --batch_size 16 --eval_every 60 --log_dir run"
@@ -217,7 +217,7 @@ def test_only_the_responses_are_learned(tmp_path):
 def test_only_pairs_end_at_a_line_break(pairs):
     """The data decide whether a line break ends a text.
 
-    The weights of --init_from do not decide this, because they may come from different data.
+    The weights of --init_from do not decide this, because the weights may come from different data.
     """
     for path, source in ((pairs, "lines"), (ROOT / "input.txt", "bytes")):
         for before in ("bytes", "lines"):
@@ -255,7 +255,7 @@ def test_long_pairs(tmp_path, capsys):
     refused = "x.jsonl: contains no {} pairs of at most {} tokens; give more pairs, or a larger"
     with pytest.raises(UserError, match=refused.format("training", 4)):
         read_pairs(path, BYTES, 4, 0.1)
-    pairs = [("a", "b" * n) for n in range(1, 61)]  # the last one in the random order has n = 55
+    pairs = [("a", "b" * n) for n in range(1, 61)]  # in the random order, n = 55 is the last pair
     with pytest.raises(UserError, match=refused.format("validation", 16)):
         read_pairs(write_pairs(path, pairs), BYTES, 16, 0.01)
     read_pairs(path, BYTES, 64, 0.01)

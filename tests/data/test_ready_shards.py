@@ -15,7 +15,7 @@ from stand_in_hub import Hub, stand_in_hub
 
 import fineweb
 
-N = 2**19 + 100  # tokens of a shard
+N = 2**19 + 100  # number of tokens in a shard
 VAL = "edu_fineweb_val_000000.bin"
 TRAIN = ["edu_fineweb_train_000001.bin", "edu_fineweb_train_000002.bin"]
 HALF = 400_001  # bytes; this number is odd, so the download stops within an id
@@ -25,7 +25,7 @@ OTHERS = ["a_train_000001.npy", "edufineweb_val_000000.npy", "train.bin", "meta.
 class Broken(Hub):
     """Sends only HALF bytes of a file, then closes the connection."""
 
-    patience = 0  # seconds before it closes the connection
+    patience = 0  # seconds until the hub closes the connection
 
     def reply(self, status, body=b"", **headers):
         if len(body) <= HALF or self.command == "HEAD":
@@ -60,7 +60,10 @@ def files(tmp_path_factory):
 
 
 def start(url, n, directory, run=program, **options):
-    """Runs fineweb.py --ready n. Returns the result of `run`, by default (stdout, stderr)."""
+    """Runs fineweb.py --ready n. Returns the result of `run`, which is (stdout, stderr) by default.
+
+    run: a function such as `program` or `spawn`.
+    """
     env = dict(HF_ENDPOINT=url, HF_HOME=str(directory / "home"), HF_TOKEN="hf_secret")
     options = dict(cwd=directory, program="fineweb.py", online=True, env=env) | options
     return run("--ready", n, **options)
@@ -86,7 +89,7 @@ def test_downloads_shards_that_train(files, tmp_path):
         assert everything_in(out) == files
         assert ranges(requests) == [(TRAIN[1], "bytes=0-")]
     assert not (tmp_path / "home").exists()
-    # The directory is complete, so the hub is not needed.
+    # The directory is complete, so fineweb.py does not need the hub.
     assert start(url, 2, tmp_path) == (printed, "")
     assert f"edu_fineweb10B contains 2 training shards of {REPO}, 1,048,776 tokens\n" in printed
     command = printed.splitlines()[-1]

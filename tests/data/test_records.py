@@ -33,7 +33,7 @@ import wikitext
 
 
 def documents_of(path, text_key="text"):
-    """Reads a file. Returns [(place, text or problem)] of its documents.
+    """Reads a file. Returns (place, text or problem) for each document in the file.
 
     A place is, for example, "record 1".
     """
@@ -150,7 +150,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_skipping_documents_changes_nothing_else(tmp_path, kind):
-    """Skipping may end in the second file, or in the middle of a row group."""
+    """The last skipped document may be in the second file, or in the middle of a row group."""
     paths = [tmp_path / f"{i}{kind}" for i in range(2)]
     for i, path in enumerate(paths):
         texts = [f"text {i} {n}" for n in range(700)]
@@ -176,7 +176,7 @@ def test_skipping_documents_changes_nothing_else(tmp_path, kind):
 
 
 def test_all_programs_read_the_same_bytes_of_a_text(tmp_path):
-    """The text has Windows line endings. A byte order mark is not a part of the text."""
+    """All programs keep Windows line endings, and omit a byte order mark."""
     path = tmp_path / "a.txt"
     text = b"One line.\r\nTwo \r lines.\r\n"
     path.write_bytes(codecs.BOM_UTF8 + text)
@@ -261,7 +261,7 @@ def test_a_record_may_have_lists_and_the_first_one_may_be_damaged(tmp_path):
 
 
 def test_gzip_with_zeros_at_its_end(tmp_path):
-    """Tapes and block devices pad a file with zeros."""
+    """Tapes and block devices may pad a .gz file with zeros."""
     path = tmp_path / "a.jsonl.gz"
     data = gzip.compress(b'{"text": "one"}\n')
     path.write_bytes(data + bytes(512))
@@ -329,7 +329,7 @@ def test_an_existing_path_is_no_glob(tmp_path):
 def test_hidden_files_are_no_shards(tmp_path):
     """On some disks, macOS writes a hidden file next to each file.
 
-    rsync writes one while it copies.
+    While rsync copies a file, it writes a hidden file.
     """
     for name in ("x_train_000001.npy", "._x_train_000001.npy", ".x_train_000002.npy.Ab3dEf"):
         (tmp_path / name).touch()
@@ -368,7 +368,7 @@ def test_benchmarks_read_only_the_columns_that_they_use(tmp_path, benchmark):
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):
-    """One of the two columns would be lost. Columns that nobody reads may have the same name."""
+    """If a program read two such columns, one would be lost. Unread columns cause no error."""
     path = tmp_path / "a.csv"
     path.write_text("text,text\na,b\n")
     with pytest.raises(UserError, match="two columns are named 'text'"):

@@ -1,6 +1,6 @@
-"""Compares the tokenizers with known ids.
+"""Compares the tokenizers `gpt2` and `bytes` with known ids.
 
-test_vocabulary.py compares them with the package tokenizers.
+test_vocabulary.py compares tokenizers with the package `tokenizers`.
 """
 
 from plaingpt.documents import make_document
@@ -44,6 +44,6 @@ def test_bytes_tokenizer():
 def test_every_id_decodes():
     gpt2 = get_tokenizer("gpt2")
     assert gpt2.decode([50256, 15496]) == "<|endoftext|>Hello"
-    assert gpt2.decode([15496, 50257, 60000]) == "Hello\ufffd\ufffd"  # padding has no bytes
+    assert gpt2.decode([15496, 50257, 60000]) == "Hello\ufffd\ufffd"  # padding ids have no bytes
     for i in (0, 255, 256, 50255):
         assert gpt2.token_bytes[i] == gpt2.encoding.decode_single_token_bytes(i)

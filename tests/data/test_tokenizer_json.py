@@ -1,7 +1,7 @@
-"""A tokenizer.json may change a text, omit a part of it, or find an end-of-text token in it.
+"""Unusual tokenizer.json files: they change or omit text, or find an end-of-text token in a text.
 
-Each vocabulary has different settings. The package tokenizers builds the vocabulary, and provides
-the expected ids.
+In each test, the package `tokenizers` builds a tokenizer with different settings, and returns the
+expected ids.
 """
 
 import json
@@ -35,7 +35,7 @@ END = "<|endoftext|>"
 def byte_level(letters=LETTERS, **options):
     """Returns a byte-level BPE.
 
-    Its tokens are `letters`, each of which means a byte, and some merges.
+    The vocabulary contains `letters`, each of which stands for a byte, and some merged tokens.
     """
     library = hf.Tokenizer(hf.models.BPE(**options))
     library.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -53,7 +53,7 @@ def byte_level(letters=LETTERS, **options):
 def load(library, **changes):
     """Converts a tokenizers.Tokenizer to a Tokenizer.
 
-    changes: fields that replace fields of its JSON, as name=contents.
+    changes: name=value, for each field of the tokenizer's JSON that gets a different value.
     """
     return get_tokenizer(json.dumps(json.loads(library.to_str()) | changes))
 
@@ -83,7 +83,7 @@ PARTS = {
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_bits_per_byte_are_right_or_not_there(kind, capsys):
-    """Either the ids of a text have as many bytes as the text, or all ids have 0 bytes."""
+    """Either the bytes of a text's ids add up to the bytes of the text, or all ids have 0 bytes."""
     library = byte_level()
     for name, part in PARTS[kind].items():
         setattr(library, name, part)
@@ -97,7 +97,7 @@ def test_bits_per_byte_are_right_or_not_there(kind, capsys):
 
 
 def test_an_added_token_that_takes_the_spaces_beside_it(capsys):
-    """The token replaces spaces, too, so its bytes are not the bytes of the text."""
+    """The added token also replaces the spaces before it, so bytes of the text would be missing."""
     library = byte_level()
     library.add_tokens([hf.AddedToken("clock", lstrip=True, normalized=False)])
     tokenizer = load(library)
@@ -118,13 +118,16 @@ def test_a_unigram_without_an_unknown_token():
 
 def test_the_letters_of_an_added_token_stand_for_no_bytes():
     library = byte_level()
-    # In other tokens, these letters mean a space and the byte 0xE9.
+    # In a token that is not an added token, these letters stand for a space and the byte 0xE9.
     library.add_tokens(["\u0120\xe9"])
     assert load(library).token_bytes[-1] == "\u0120\xe9".encode()
 
 
 def test_a_line_break_that_ends_a_text_is_text():
-    """The end-of-text token is a line break, as in "bytes". It may also occur within a text."""
+    """The end-of-text token is a line break, as with byte tokens.
+
+    A line break may also occur within a text, and is then text.
+    """
     tokenizer = load(byte_level(), end_of_text="Ċ")
     ids = tokenizer.encode("a\nb")
     assert tokenizer.decode(ids) == "a\nb" and tokenizer.end_of_text == ids[1]
@@ -145,7 +148,7 @@ def characters(**options):
 
 
 def test_a_vocabulary_that_leaves_text_out_is_noted(capsys):
-    """The package tokenizers omits unknown characters or bytes without a message."""
+    """The package `tokenizers` omits unknown characters or bytes without a message."""
     text = "The boats. 中文文本没有空格。"
     for library in (byte_level(byte_letters("The boats.")), characters()):
         tokenizer = load(library)
@@ -166,7 +169,7 @@ def test_a_vocabulary_that_leaves_text_out_is_noted(capsys):
 
 
 def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
-    """The notes are about a training text, pairs, shards, a prompt, and examples to score."""
+    """There is a note about a training text, pairs, each shard, a prompt, and examples to score."""
     characters(unk_token="[UNK]").save(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(tmp_path / "t.json")
     (tmp_path / "t.txt").write_text("The boats. 中文" * 200, "utf-8")
@@ -180,7 +183,8 @@ def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
     out = str(tmp_path / "s")
     flags = ["--tokenizer", str(tmp_path / "t.json"), "--output_dir", out, "--shard_size", "1301"]
     fineweb.main(["--input", str(tmp_path / "t.txt"), *flags])
-    # In the first shard, end_of_text precedes the document.
+    # The first shard contains end_of_text and half of the document. The second shard contains the
+    # other half.
     expected = [
         f"{text.format(share)}{out}/s_{name}.npy"
         for share, name in ((200 / 1301, "val_000000"), (200 / 1300, "train_000001"))
@@ -194,14 +198,17 @@ def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
 
 
 def test_text_that_is_left_out_does_not_keep_its_neighbours_apart():
-    """After "中" is omitted, "a" and "b" merge, as in the package tokenizers."""
+    """After "中" is omitted, "a" and "b" merge, as in the package `tokenizers`."""
     vocab = {END: 0, "a": 1, "b": 2, "ab": 3}
     library = hf.Tokenizer(hf.models.BPE(vocab, [("a", "b")]))
     assert load(library).encode("a中b") == library.encode("a中b").ids == [3]
 
 
 def test_an_unknown_token_is_counted(capsys):
-    """If the vocabulary contains all bytes, no text is unknown."""
+    """The note says which share of the tokens is the unknown token.
+
+    If the vocabulary contains all bytes, no token is the unknown token.
+    """
     fallback = {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
     for vocab, note in (({}, "50.0% of it\n"), (fallback, ""), ({**fallback, "<0xE4>": 999}, "")):
         vocab = {"<unk>": 0, "</s>": 1, **vocab, "a": 300}
@@ -214,7 +221,7 @@ def test_an_unknown_token_is_counted(capsys):
 
 
 def test_end_of_text_may_not_be_the_unknown_token():
-    """Otherwise, each unknown word would end a document."""
+    """If end_of_text were the unknown token, each unknown word would end a document."""
     pieces = [("</s>", 0.0), ("a", -1.0)]
     for model in (
         hf.models.Unigram(pieces, unk_id=0),
@@ -225,9 +232,9 @@ def test_end_of_text_may_not_be_the_unknown_token():
 
 
 def with_end(kind):
-    """Returns a tokenizers.Tokenizer.
+    """Returns a tokenizers.Tokenizer that encodes the string `</s>` to the end-of-text token.
 
-    Its end-of-text token can also be a part of a text.
+    kind: the part of the tokenizer that causes this.
     """
     pieces = ["<unk>", "a", "b", "<", "/", "s", ">", " ", "</s>", "s>", "</"]
     ids = {piece: i for i, piece in enumerate(pieces)}
@@ -253,9 +260,9 @@ def with_end(kind):
     "kind", ["unigram", "words", "merges", "not special", "special", "ignore_merges"]
 )
 def test_the_name_of_end_of_text_in_a_text_is_no_end(kind):
-    """The name is encoded like any other word.
+    """If a text contains the string `</s>`, its ids must not contain the end-of-text token.
 
-    A text without the name has the same ids as in the package tokenizers.
+    A text without this string has the same ids as in the package `tokenizers`.
     """
     library = with_end(kind)
     tokenizer = load(library)
@@ -272,7 +279,7 @@ def test_the_name_of_end_of_text_in_a_text_is_no_end(kind):
 
 
 def test_dropout_is_off():
-    """A text has the same ids in each pass, even if the tokenizer.json asks for dropout."""
+    """A text always has the same ids, even if the tokenizer.json enables the dropout of merges."""
     library = byte_level()
     expected = library.encode(TEXT).ids
     library.model.dropout = 0.9
@@ -306,7 +313,7 @@ def superwords():
 
 @pytest.mark.parametrize("name", ["harness", "answers", "core"])
 def test_an_ending_without_tokens_of_its_own_is_refused(name):
-    """For an ending without tokens, the accuracy of every model would be 100 %."""
+    """With an ending that adds no tokens, the accuracy of every model would be 100%."""
     lost = Example(["red"], ["中文"], kind="language_modeling")
     prompt_ids = dict(harness=harness_ids, answers=answers.prompt_ids, core=core.prompt_ids)[name]
     config = GPTConfig(block_size=16)

@@ -62,7 +62,7 @@ def chinese(n, seed=0):
 
 
 def run(main, *flags):
-    """Runs a program in this process."""
+    """Runs a program in this process. main: the function main of the program."""
     main(list(map(str, flags)))
 
 
@@ -82,7 +82,10 @@ def tokens_in(out):
 
 @pytest.fixture(scope="module")
 def zh(tmp_path_factory):
-    """Returns a directory with two Chinese text files and several tokenizers, and the documents."""
+    """Returns (directory, documents).
+
+    The directory contains the Chinese documents, in two files, and several tokenizers.
+    """
     d, documents = tmp_path_factory.mktemp("zh"), [chinese(100 * n, n) for n in range(1, 21)]
     (d / "a.txt").write_text("<|endoftext|>".join(documents[:10]), "utf-8")
     lines = [json.dumps({"text": text}) + "\n" for text in documents[10:]]
@@ -117,8 +120,8 @@ def zh(tmp_path_factory):
 def llama():
     """Returns a tokenizer like Llama's.
 
-    A space is written as U+2581, unknown characters are encoded as bytes, and a space is added
-    before a text.
+    The tokenizer adds a space before a text, writes each space as U+2581, and encodes unknown
+    characters as bytes.
     """
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{b:02X}>": 3 + b for b in range(256)}}
     vocab |= {token: 259 + i for i, token in enumerate(["\u2581", "a", "b", "\u2581a", "ab"])}
@@ -149,7 +152,10 @@ def reference(path):
 
 @pytest.mark.slow
 def test_a_new_vocabulary(zh):
-    """The same files yield the same vocabulary. It needs fewer tokens than GPT-2's vocabulary."""
+    """Two runs of tokenizer.py on the same files write the same vocabulary.
+
+    For these files, the new vocabulary needs fewer tokens than GPT-2's vocabulary.
+    """
     d, _ = zh
     assert (d / "again.json").read_bytes() == (d / "zh.json").read_bytes()
     found, out = load_tokenizer(d / "zh.json"), (d / "out.txt").read_text()
@@ -173,7 +179,7 @@ def test_a_small_text_gives_fewer_ids_than_asked_for(tmp_path, capsys):
     "kind", ["zh.json", "nfkc.json", "llama.json", "large.json", "gpt2", "bytes"]
 )
 def test_ids_equal_the_library(zh, kind):
-    """Compares the ids of English text and of any Unicode text.
+    """Compares the ids of English text, and of any Unicode text, with the package `tokenizers`.
 
     end_of_text precedes each document and, except for byte tokens, never occurs within a text.
     """
@@ -209,7 +215,7 @@ def test_ids_equal_the_library(zh, kind):
     ],
 )
 def test_a_vocabulary_that_is_not_byte_level(kind, unknown, options, tmp_path):
-    """Bits per byte are NaN, and fineweb.py prints which share of a text is unknown."""
+    """Bits per byte are NaN. fineweb.py prints which share of the tokens is the unknown token."""
     library, special = getattr(hf, f"{kind}Tokenizer")(), [unknown, "</s>"]
     library.train_from_iterator(
         ["the king the king "] * 9,
@@ -257,7 +263,10 @@ def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "bytes"])
 def test_known_vocabularies_are_recognized(name, tmp_path):
-    """Both an older tokenizer.json and the pair of vocab.json and merges.txt are recognized."""
+    """The vocabularies of gpt2 and bytes are recognized in an older tokenizer.json.
+
+    GPT-2's vocabulary is also recognized in the files vocab.json and merges.txt.
+    """
     known = get_tokenizer(name)
     source = json.loads(library_of(name).to_str())
     source["end_of_text"] = "Ċ" if name == "bytes" else "<|endoftext|>"
@@ -277,7 +286,7 @@ def test_known_vocabularies_are_recognized(name, tmp_path):
 
 
 def write_pair(directory, vocab, merges):
-    """Writes vocab.json and merges.txt, which tokenizer.json has replaced."""
+    """Writes vocab.json and merges.txt, the files of older models without a tokenizer.json."""
     lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     (directory / "vocab.json").write_text(json.dumps(vocab))
     (directory / "merges.txt").write_text("\n".join(lines) + "\n", "utf-8")
@@ -285,7 +294,10 @@ def write_pair(directory, vocab, merges):
 
 @pytest.mark.slow
 def test_a_model_with_the_older_files_of_its_tokenizer(zh, tmp_path):
-    """The vocabulary is not GPT-2's. Without merges.txt, loading the model raises an error."""
+    """vocab.json and merges.txt contain a vocabulary that is not GPT-2's.
+
+    Without merges.txt, loading the model raises an error.
+    """
     d, _ = zh
     save_gpt2(fresh(replace(MODEL, vocab_size=4000)), tmp_path, load_tokenizer(d / "zh.json"))
     bpe = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
@@ -321,7 +333,10 @@ CHAT = "<|user|>Hi, it's  me<|end|>\n<|user|> <|pad|>é<|us"
     ],
 )
 def test_added_tokens_beside_the_older_files(older_gpt2, tmp_path, added, special_tokens):
-    """An added token has its id from added_tokens.json, even within a text, as in transformers."""
+    """added_tokens.json contains the id of an added token, which may also occur within a text.
+
+    transformers returns the same ids.
+    """
     transformers = pytest.importorskip("transformers")
     directory = shutil.copytree(older_gpt2, tmp_path / "gpt2")
     (directory / "added_tokens.json").write_text(json.dumps(added))
@@ -344,7 +359,7 @@ def test_added_tokens_beside_the_older_files(older_gpt2, tmp_path, added, specia
 
 
 def test_an_added_token_may_end_a_text(tmp_path):
-    """An added token becomes end_of_text if the vocabulary itself contains no such token."""
+    """An added token becomes end_of_text if the vocabulary itself has no end-of-text token."""
     model = json.loads(library_of("bytes").to_str())["model"]
     write_pair(tmp_path, model["vocab"], model["merges"])
     (tmp_path / "added_tokens.json").write_text('{"<|user|>": 257, "</s>": 256}')
@@ -374,7 +389,7 @@ def test_added_tokens_that_do_not_fit_are_one_sentence(older_gpt2, tmp_path, add
 def test_shards_equal_a_plain_loop(zh, tmp_path, kind, flags, end):
     """The shards do not depend on the number of threads, or on an earlier run with --max_shards.
 
-    The end-of-text token may come from --end_of_text.
+    The flag --end_of_text may choose the end-of-text token.
     """
     d, documents = zh
     library = reference(d / kind)
@@ -389,7 +404,10 @@ def test_shards_equal_a_plain_loop(zh, tmp_path, kind, flags, end):
 
 @pytest.mark.slow
 def test_from_a_text_to_scores(zh, tmp_path, monkeypatch):
-    """Trains, generates and scores. test_export.py tests the export."""
+    """Trains, generates text, and scores a model whose token ids need 32 bits.
+
+    For the export of a model with its own vocabulary, see test_export.py.
+    """
     (d, documents), kind = zh, "large.json"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text(documents[3], "utf-8")
@@ -432,7 +450,7 @@ def test_mixed_vocabularies_are_refused(zh, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "bytes", "zh.json"])
 def test_bits_per_byte_equals_a_hand_computation(zh, tmp_path, kind):
-    """Computes the bits from the probabilities of all tokens.
+    """The test computes the bits from the probabilities of all tokens.
 
     Special tokens do not count as text.
     """
@@ -499,7 +517,7 @@ def test_a_tokenizer_json_that_the_package_refuses(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "zh.json"])
 def test_training_from_shards_imports_few_packages(zh, tmp_path, kind):
-    """A run imports only torch and numpy and, for a tokenizer.json, tokenizers.
+    """A run imports only torch and numpy and, for a tokenizer.json, the package `tokenizers`.
 
     The run also generates samples and computes bits per byte.
     """
@@ -518,7 +536,10 @@ def test_training_from_shards_imports_few_packages(zh, tmp_path, kind):
 
 
 def test_the_package_is_missing(tmp_path, monkeypatch):
-    """Loading a tokenizer.json raises a one-sentence error. gpt2 does not need the package."""
+    """Without the package `tokenizers`, loading a tokenizer.json raises a one-sentence error.
+
+    The tokenizer `gpt2` does not need this package.
+    """
     byte_json = tmp_path / "t.json"
     byte_json.write_text(json.dumps(json.loads(library_of("bytes").to_str())))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -530,7 +551,7 @@ def test_the_package_is_missing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.json", "a.jsonl", "a.csv", "a.parquet"])
 @pytest.mark.parametrize("n_documents", [4, 8000])
 def test_a_sample_is_from_all_of_the_text(tmp_path, name, n_documents):
-    """The sample covers all of the text, even if a file is read at once, or is compressed."""
+    """The sample comes from all parts of the text, in small, large and compressed files."""
     n = 8000 // n_documents
     documents = []
     for i in range(n_documents):
@@ -619,7 +640,10 @@ def test_the_output_may_be_a_pipe(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_tokenizer_of_the_hub(zh, tmp_path):
-    """fineweb.py downloads tokenizer.json, or vocab.json and merges.txt, but no weights."""
+    """fineweb.py downloads only the files of the tokenizer from the hub, and no weights.
+
+    These files are tokenizer.json, or vocab.json, merges.txt and added_tokens.json.
+    """
     d, _ = zh
     files = ["--input", d / "a.txt"]
     bpe = json.loads((d / "zh.json").read_text())["model"]
