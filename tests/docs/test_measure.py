@@ -71,10 +71,10 @@ def test_figures_of_nanogpt():
 
 
 def test_rows_are_measured_in_turn_and_written(monkeypatch):
-    """A row with "less" contains the difference of the results of two commands, per byte.
+    """If the command of a row contains "less", its result is a difference per byte of text.
 
-    The rows "busy" contain medians of three rounds. Their row "plain" also contains the ratio of
-    its result to the result of the row above.
+    The rows of "busy" contain medians of three rounds. The row "plain, alone" also contains a
+    ratio: the result of this row, divided by the result of the row above.
     """
     page = "| tokenizer | English | old | `a --bytes 101`, less `--bytes 1` | x | y |\n"
     page += "| tokenizer | Chinese | old | `b --bytes 101`, less `--bytes 1` | x | y |\n"

@@ -95,7 +95,7 @@ def columns(line):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_format_of_a_page(name):
-    """A line has at most 100 columns, and each code block has a known language and mark."""
+    """A line outside tables has at most 100 columns. Code blocks have known languages and marks."""
     lines = read(name).splitlines()
     assert [line for line in lines if columns(line) > 100 and not line.startswith("|")] == []
     assert read(name).count("```") == 2 * len(BLOCK.findall(read(name)))
@@ -126,14 +126,15 @@ def test_every_link_picture_and_file_exists(name):
 
 @pytest.mark.parametrize("name", CHINESE)
 def test_both_languages_agree(name):
-    """Both pages contain the same code, commands, flags and pictures, and link to each other.
+    """The English and the Chinese page contain the same code, commands, flags and pictures.
 
-    They also contain the same levels of headings, and the same numbers in tables.
+    The headings of both pages have the same levels, and the tables contain the same numbers. Each
+    page links to the other page.
     """
 
     def code(page):
         return [
-            (kind, mark, re.sub(r"\s*#.*", "", text))  # comments are translated
+            (kind, mark, re.sub(r"\s*#.*", "", text))  # ignores comments, which are translated
             for kind, mark, text in BLOCK.findall(read(page))
         ]
 
