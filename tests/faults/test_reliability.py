@@ -1,7 +1,7 @@
-"""Faults in the real program, each in a new process: kills, signals, full disks, damaged files.
+"""Causes faults in programs that run in new processes: kills, signals, full disks, damaged files.
 
-A comment before the tests of a fault says what must happen; no fault may lose data. "Error message"
-means that the program prints one sentence with a remedy, and ends with exit status 2.
+A comment before the tests of a fault says what must happen. No fault may lose data. If a program
+"prints an error message", it prints one sentence with a remedy, and ends with exit status 2.
 """
 
 import ast
@@ -64,7 +64,7 @@ def newest_step(run):
 
 @pytest.mark.slow
 def test_resume_after_kills_at_random_times(tmp_path):
-    """The run spends much of its time on saving, so that some kills interrupt a save."""
+    """The run saves a checkpoint after each step, so that some kills interrupt a save."""
     flags = [
         "--max_steps",
         70,
@@ -103,7 +103,7 @@ SHARDS = ["--output_dir", "out", "--shard_size", 6000, "--num_proc", 1, "--input
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """A directory with a.jsonl and, in out/, the shards that fineweb.py made from it."""
+    """A directory with a.jsonl. Its folder out/ contains the shards of a.jsonl, from fineweb.py."""
     d = tmp_path_factory.mktemp("lines")
     write_lines(d / "a.jsonl", [{"text": TEXT}] * 12)
     program(*SHARDS, d / "a.jsonl", cwd=d, program="fineweb.py")
@@ -136,9 +136,9 @@ def test_fineweb_continues_after_kills(tmp_path, lines):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment, step", [("step", 3), ("evaluation", 5), ("save", 5)])
 def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment, step):
-    """The signal arrives in step 2, in the validation at step 5, or in the save at step 4.
+    """The signal arrives in step 2, in the validation at step 5, or during the save at step 4.
 
-    The program completes the step or the save, but abandons the validation.
+    The program completes the step or the checkpoint, but abandons the validation.
     """
     flags = [*TINY, "--log_dir", "run", "--save_every", 2]
     out, err = program(moment, *flags, cwd=tmp_path, program="tests/faulty.py")
@@ -158,7 +158,7 @@ def test_a_signal_during_a_step_an_evaluation_or_a_save(tmp_path, whole, moment,
     ],
 )
 def test_a_signal_ends_an_evaluation_of_two_processes(tmp_path, long):
-    """The evaluation would take more than a second. Only one process gets the signal."""
+    """Without a signal, the evaluation takes more than a second. One process gets the signal."""
     (tmp_path / "my.txt").write_text(TEXT * 5)
     write_lines(tmp_path / "lambada.jsonl", [{"text": TEXT[:40]}] * 6000)
     flags = [*TINY, "--val_tokens", 64, "--max_steps", 3, "--save_every", 0, "--log_dir", "run"]
@@ -201,13 +201,14 @@ def test_a_signal_that_comes_several_times(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("pipe", ["", " 2>&1 | tee out.txt"])
 def test_a_terminal_is_closed(tmp_path, pipe, python):
-    """An interactive bash runs in a real terminal. Its program often receives SIGHUP twice."""
+    """An interactive bash in a real terminal starts the run, which often receives SIGHUP twice."""
     flags = shlex.join(map(str, [*TINY, *LONG, "--save_every", 0, "--log_dir", "run"]))
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
         os.execvpe("bash", ["bash", "--norc", "-i"], dict(os.environ, OMP_NUM_THREADS="1"))
-    # With a pipe, also tests a new Python, which buffers its output.
+    # With a pipe, the test starts a new Python process. Unlike a forked process, it buffers its
+    # output.
     executable = sys.executable if pipe else python
     os.write(terminal, f"{executable} {ROOT}/train_gpt2.py {flags}{pipe}\n".encode())
     said = b""
@@ -280,14 +281,14 @@ def test_ctrl_c_before_the_first_step(tmp_path, copy):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim, flags", [(0, []), (1, PP)])
 def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
-    """The other process ends, too. The run resumes from the last step that was saved."""
+    """The other process also ends. With --resume, the run continues from the newest checkpoint."""
     flags = [*TINY, "--log_dir", "run", "--save_every", 1, "--keep", 0, *flags]
     flags += ["--val_tokens", 128, "--sample_tokens", 1]
     running = spawn(*flags, *LONG, cwd=tmp_path, processes=2)
     wait_for(running[0], "step     2/")
     running[victim].send_signal(signal.SIGKILL)
     for process in running:
-        process.communicate(timeout=60)  # the timeout of the process group is an hour
+        process.communicate(timeout=60)  # the process group would wait for an hour
         assert process.returncode
     saved = newest_step(tmp_path / "run")
     out, _ = program(*flags, "--resume", "--max_steps", saved + 1, cwd=tmp_path, processes=2)
@@ -296,8 +297,8 @@ def test_one_of_two_processes_is_killed(tmp_path, victim, flags):
     assert steps == set(range(saved + 1))
 
 
-# If the disk is full, the program prints an error message, and complete files remain. Later, the
-# same command continues; `train_gpt2.py` needs `--resume`.
+# If the disk is full, the program prints an error message, and complete files remain. When the disk
+# has free space again, the same command continues. Only `train_gpt2.py` also needs `--resume`.
 
 
 @pytest.mark.slow
@@ -311,7 +312,7 @@ def test_a_full_disk_while_a_checkpoint_is_saved(tmp_path, whole):
         err,
     ), err
     for path in (tmp_path / "run").glob("model*"):
-        load_checkpoint(path, GPT)  # all are complete, and there is no temporary file
+        load_checkpoint(path, GPT)  # each file is a complete checkpoint
     out, _ = train(*flags, "--resume", cwd=tmp_path)
     assert read_log(tmp_path / "run") == read_log(whole) and ("resumed" in out) == (not limits)
 
@@ -320,7 +321,7 @@ def test_a_full_disk_while_a_checkpoint_is_saved(tmp_path, whole):
 def test_a_full_disk_while_the_log_is_written(tmp_path):
     with small_disk(tmp_path / "run", 2**14) as limits:
         flags = ["--log_dir", "run", *LONG, "--total_batch_size", 128]
-        without_git = dict(PATH="")  # then there is no changes.patch, which may be large
+        without_git = dict(PATH="")  # the run then writes no changes.patch, which may be large
         _, err = train(*flags, cwd=tmp_path, status=2, limits=limits, env=without_git)
     assert re.fullmatch(
         r"error: run/log.txt: cannot write \(.*\); free some space, then continue "
@@ -373,8 +374,8 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path, whole):
     program("--checkpoint", "out", "--max_new_tokens", 1, cwd=tmp_path, program="generate.py")
 
 
-# If the newest checkpoint is truncated, or one of its bits has changed, the program prints an error
-# message. After the user moves the file away, the run resumes from the previous checkpoint.
+# If the newest checkpoint is truncated, or a bit of the file has changed, the program prints an
+# error message. After the user moves the file away, the run resumes from the previous checkpoint.
 
 
 UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
@@ -389,9 +390,9 @@ UNREADABLE = r"run/model_000010\.pt: not a readable checkpoint "
     ],
 )
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
-    """--resume fails and changes nothing.
+    """With a damaged checkpoint, --resume fails, and changes no file.
 
-    After the damaged file is deleted, the run resumes from step 5.
+    After the damaged checkpoint is deleted, the run resumes from step 5.
     """
     shutil.copytree(whole, tmp_path / "run")
     path = tmp_path / "run" / "model_000010.pt"
@@ -426,7 +427,7 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
     ],
 )
 def test_a_damaged_field_of_a_file_is_one_sentence(world, name, flags, message):
-    """test_records.py and test_core_tasks.py test more damaged fields."""
+    """For more damaged fields, see test_records.py and test_core_tasks.py."""
     fails(world, name, flags, message)
 
 
@@ -436,7 +437,7 @@ def test_a_damaged_field_of_a_file_is_one_sentence(world, name, flags, message):
 
 @pytest.mark.slow
 def test_a_model_of_hugging_face_that_is_not_gpt2(world):
-    """test_export.py tests the messages in detail."""
+    """For the messages in detail, see test_export.py."""
     fails(world, "generate.py", "--model wide", "wide: transformers cannot load it ( ... use")
 
 
@@ -455,7 +456,7 @@ class Mark:
 
 
 def test_programs_load_files_safely_and_never_call_a_shell():
-    """Checks every call in every program: loading a file must not run code from the file."""
+    """Checks every function call in our code: loading a file must not run code from the file."""
     needed = {"torch.load": "weights_only=True", "np.load": "allow_pickle=False"}
     unsafe = r"(eval|exec|compile|os.system|os.popen|(pickle|marshal|shelve|dill|joblib)\..*)"
     for path in (*ROOT.glob("*.py"), *ROOT.glob("plaingpt/**/*.py")):
@@ -480,8 +481,8 @@ def test_code_in_a_file_does_not_run(world, flags, message):
     fails(world, "train_gpt2.py", flags, message)
 
 
-# If the data have changed before a resume, the program prints an error message, which contains the
-# old and the new number of tokens and CRC-32.
+# If the data have changed when a run resumes, the program prints an error message. The message
+# contains the old and the new number of tokens, and the old and the new CRC-32.
 
 
 @pytest.mark.slow
@@ -506,16 +507,17 @@ def test_resumed_with_other_data(tmp_path, shards):
     ), err
 
 
-# If the gradient is not finite, the step changes no parameter. After ten consecutive steps of this
-# kind, the run stops.
+# If the gradient is not finite, the step changes no parameter. After ten such steps in a row, the
+# run stops.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "pp"])
 def test_a_step_with_a_non_finite_gradient_changes_nothing(tmp_path, layout):
-    """The third step changes nothing. The fourth step changes all weights, and all moments.
+    """A gradient of the third step is NaN, so the third step changes nothing.
 
-    The optimizers are Muon and AdamW. test_step.py tests one process, and more optimizers.
+    The fourth step changes all weights and all moments. The optimizers are Muon and AdamW. For one
+    process and more optimizers, see test_step.py.
     """
     flags = [*TINY, "--optimizer", "muon", "--max_steps", 4, "--save_every", 1, "--keep", 0]
     large = dict(fsdp=FSDP, pp=PP).get(layout, [])
@@ -551,16 +553,16 @@ def test_ten_non_finite_gradients_in_a_row_stop_the_run(tmp_path):
     assert err.count("\n") == 1 and "10 skipped" in out and "step    12/" not in out
 
 
-# If the data become unreadable during a run, all processes save the last step, and the run ends
-# with an error message. With readable data, the run resumes.
+# If the data become unreadable during a run, the run saves a checkpoint of the last step, and all
+# processes end with an error message. When the data are readable again, the run resumes.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one", "fsdp"])
 def test_a_wrong_id_in_the_middle_of_a_shard(tmp_path, layout):
-    """Only the last process reads the wrong id, in step 5.
+    """In step 5, the last process reads a wrong id. No other process reads this id.
 
-    When the run starts, it reads only both ends of each shard.
+    At its start, a run does not find the wrong id, because it reads only both ends of each shard.
     """
     flags = [*TINY, *FROM_SHARDS, "--val_every", 0]
     large = FSDP if layout == "fsdp" else []
@@ -588,7 +590,7 @@ def test_a_wrong_id_in_the_middle_of_a_shard(tmp_path, layout):
 def test_shards_that_vanish(tmp_path):
     """The shards vanish while two processes train.
 
-    A process keeps up to 128 shards open, and can still read these.
+    A process keeps up to 128 shards open, and can still read the open shards.
     """
     (tmp_path / "shards").mkdir()
     ids = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint16)
@@ -677,7 +679,7 @@ def test_two_runs_in_one_directory(tmp_path):
 def test_a_second_fineweb_in_a_directory(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "out").mkdir()
-    # The first name is from a killed process. The second name is a file of the user.
+    # A killed process has left the first file. The second file belongs to the user.
     for name in (f"{'0' * 32}.tmp", "notes.2024.1.tmp"):
         (tmp_path / "out" / name).write_bytes(b"")
     flags = ["--input", "a.txt", "--output_dir", "out"]
@@ -723,8 +725,8 @@ def test_an_output_that_is_also_an_input(world, name, flags, output):
     fails(world, name, f"{flags} {output}", f" {output}: is also an input; give another")
 
 
-# If a program has no permission for a file or a directory, it prints an error message and writes
-# nothing.
+# If a program has no permission for a file or a directory, the program prints an error message and
+# writes nothing.
 
 
 @pytest.mark.slow
@@ -756,7 +758,7 @@ def test_a_file_or_directory_without_permission(world, name, flags, message):
 
 
 # If a text file is not UTF-8, the program prints a note with the share of invalid bytes. With
-# `--tokenizer`, it prints an error message.
+# `--tokenizer gpt2`, the program prints an error message instead.
 
 
 @pytest.mark.slow
@@ -774,7 +776,7 @@ def test_bytes_that_are_not_utf_8_are_noted(tmp_path):
 
 @pytest.mark.slow
 def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
-    """test_fineweb.py tests each kind of damage."""
+    """For each kind of damage, see test_fineweb.py."""
     write_lines(tmp_path / "a.jsonl", [{"text": "a"}, *[{}] * 7, {"text": "b"}])
     out, err = program(*SHARDS, "a.jsonl", cwd=tmp_path, program="fineweb.py")
     assert ": 1 shards (for validation: 1), 4 tokens, 2 documents, 7 damaged records" in out
@@ -790,7 +792,7 @@ def test_damaged_records_are_counted_shown_and_skipped(tmp_path):
 
 @pytest.mark.slow
 def test_damaged_rows_of_csv(tmp_path):
-    """test_records.py tests each kind of damage."""
+    """For each kind of damage, see test_records.py."""
     (tmp_path / "a.csv").write_text('text,b\none,1\n"open,3\n')
     _, err = program(*SHARDS, "a.csv", cwd=tmp_path, program="fineweb.py", status=2)
     assert "error: a.csv: cannot be read (record 2: unexpected end of data); check it\n" in err
@@ -800,8 +802,8 @@ def test_damaged_rows_of_csv(tmp_path):
     assert err == f"error: b.csv, record 1: {problem}\n"
 
 
-# For a JSON object that spans several lines, `{"data": [...]}`, an array in `.jsonl`, or UTF-16,
-# the program prints an error message. The message names UTF-16.
+# If a file contains a JSON object that spans several lines, an object such as `{"data": [...]}`, an
+# array in a `.jsonl` file, or UTF-16 text, the program prints an error message.
 
 
 @pytest.mark.slow
@@ -841,14 +843,14 @@ def test_unknown_text_is_counted(tmp_path):
         tmp_path / "t.json",
         dict(model=model, added_tokens=[], pre_tokenizer=dict(type="Whitespace"), decoder=None),
     )
-    (tmp_path / "a.txt").write_text("a b a<|endoftext|>a b b")  # 8 tokens with </s>
+    (tmp_path / "a.txt").write_text("a b a<|endoftext|>a b b")  # 8 tokens: 6 words, and 2 x </s>
     out, _ = program(*SHARDS, "a.txt", "--tokenizer", "t.json", cwd=tmp_path, program="fineweb.py")
     assert "note: the tokenizer does not know 37.5% of out/out_val_000000.npy\n" in out
 
 
 @pytest.mark.slow
 def test_a_tokenizer_that_leaves_text_out_is_noted(tmp_path):
-    """A BPE without an unknown token omits unknown text."""
+    """A BPE without an unknown token omits text that its vocabulary lacks."""
     model = dict(type="BPE", vocab={"</s>": 0, "a": 1}, merges=[])
     write_json(tmp_path / "t.json", dict(model=model, added_tokens=[], decoder=None))
     (tmp_path / "a.txt").write_text("aaab" * 400)
@@ -857,8 +859,9 @@ def test_a_tokenizer_that_leaves_text_out_is_noted(tmp_path):
     assert "note: the tokenizer omits text that its vocabulary lacks\n" in out
 
 
-# If a text contains the name of the end-of-text token, the program encodes the name like any other
-# word, with any `tokenizer.json`. Therefore, no document is split.
+# If a text contains the string of the end-of-text token, such as `</s>`, the program encodes the
+# string like any other word, with any `tokenizer.json`. Therefore, the string does not end a
+# document.
 
 
 @pytest.mark.slow
@@ -866,13 +869,13 @@ def test_the_name_of_the_end_inside_a_text_is_no_end(tmp_path):
     model = dict(type="WordLevel", vocab={"[UNK]": 0, "</s>": 1, "a": 2}, unk_token="[UNK]")
     settings = dict(model=model, added_tokens=[], pre_tokenizer=dict(type="WhitespaceSplit"))
     write_json(tmp_path / "t.json", settings)
-    (tmp_path / "a.txt").write_text("a </s> a<|endoftext|>a")  # 6 tokens with </s>
+    (tmp_path / "a.txt").write_text("a </s> a<|endoftext|>a")  # 6 tokens: 4 words, and 2 x </s>
     out, _ = program(*SHARDS, "a.txt", "--tokenizer", "t.json", cwd=tmp_path, program="fineweb.py")
     assert "6 tokens, 2 documents, 0 damaged" in out
 
 
-# If a tokenizer changes its input (NFD normalization, a space before the text), the bits per byte
-# are `nan`, and the program prints a note.
+# If a tokenizer changes its input, for example with NFD normalization or with a space before the
+# text, the bits per byte are `nan`, and the program prints a note.
 
 
 @pytest.mark.slow
@@ -1013,7 +1016,7 @@ SHAPE = (
 
 
 def everything(directory):
-    """Returns the times and sizes of all files in a directory, except the empty files .lock."""
+    """Returns {path: (modification time, size)} of all files in a directory, except .lock files."""
     paths = [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in paths}
 
@@ -1024,7 +1027,7 @@ def fails(world, name, flags, message):
     if name == "train_gpt2.py" and "--preset" not in flags:
         flags = ["--preset", "baby", "--device", "cpu", *flags]
     out, err = program(*flags, cwd=world, program=name, status=2, root=False)
-    if name == "fineweb.py":  # removes the progress bar and the notes on skipped records
+    if name == "fineweb.py":  # removes the progress bar, and the notes about skipped records
         lines = [line for line in err.splitlines() if not re.search(r"B/s]|^skipped |^\s*$", line)]
         err = "\n".join(lines) + "\n"
     if name == "train_gpt2.py" and err.startswith("usage: "):  # argparse's message has two lines
