@@ -1,4 +1,4 @@
-"""Tests on a GPU: pytest -m gpu. Without CUDA, pytest skips all of them."""
+"""Tests that need a GPU: pytest -m gpu. On a machine without CUDA, pytest skips these tests."""
 
 import math
 import subprocess
@@ -32,8 +32,8 @@ SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=128, vocab_size=10
 def make(gpt_config=SMALL, dtype="bfloat16", way="one", **settings):
     """Builds a model and its optimizers on the GPU. Returns (Training, Process, (x, y)).
 
-    way: "one", or "ddp" or "fsdp" to use the code for several processes in one process. x, y:
-    inputs and targets, 8 sequences each.
+    way: "one", "ddp" or "fsdp". With "ddp" and "fsdp", one process uses the code for several
+    processes. x, y: the inputs and targets of 8 sequences, (8, T) each.
     """
     dtype = choose_dtype(dtype, CUDA)
     set_matmul_precision(dtype, CUDA)
@@ -50,7 +50,7 @@ def make(gpt_config=SMALL, dtype="bfloat16", way="one", **settings):
 
 
 def losses(n_micro=2, **settings):
-    """Takes five steps on one batch. Returns their losses and gradient norms, (5, 2)."""
+    """Takes five steps on one batch. Returns the loss and gradient norm of each step, (5, 2)."""
     torch.manual_seed(0)
     training, process, batch = make(**settings)
     steps = [train_step(training, [batch] * n_micro) for _ in range(5)]
@@ -66,7 +66,7 @@ def process_group():
 
 
 def gpu_train(*flags, cwd, processes=1):
-    """Runs train_gpt2.py, or train_large.py with --large, on a small model. Returns its output."""
+    """Runs train_gpt2.py, or train_large.py with --large, on a small model. Returns the output."""
     flags = [*TINY, "--device", "cuda", "--no-compile", *map(str, flags)]
     path = ROOT / "train_gpt2.py"
     if "--large" in flags:
@@ -97,7 +97,7 @@ def test_16_bit_steps_are_close_to_float32(dtype):
 def test_the_residual_stream_is_bfloat16_on_cuda():
     """With float16, the residual stream stays float32, because float16 could overflow.
 
-    test_model.py tests a CPU.
+    For a CPU, see test_model.py.
     """
     model, dtypes = GPT(SMALL).to(CUDA), []
     for block in model.transformer.h:
@@ -124,7 +124,7 @@ def test_float16_skips_a_step_that_overflows():
     ids=["adamw", "muon", "checkpointing"],
 )
 def test_ddp_compiles_without_a_graph_break(process_group, settings):
-    """One process uses NCCL. With fullgraph=True, a graph break raises an error."""
+    """A single process uses DDP with NCCL. With fullgraph=True, a graph break raises an error."""
     found = losses(compile=True, way="ddp", **settings)
     assert found.isfinite().all() and found[-1, 0] < found[0, 0]
 
@@ -146,7 +146,7 @@ def test_memory_of_a_step_of_gpt2():
     """A micro-batch contains 64 sequences of 1,024 tokens.
 
     Weights, gradients and moments need 2 GB. Activations need 32 bytes per token, channel and
-    layer, together 19 GB. The logits of a chunk need 1.65 GB, and their gradient overwrites them.
+    layer, which is 19 GB. The logits of a chunk need 1.65 GB, and their gradient overwrites them.
     """
     if torch.cuda.get_device_properties(0).total_memory < 40e9:
         pytest.skip("needs 40 GB")
@@ -163,7 +163,7 @@ def test_memory_of_a_step_of_gpt2():
 def test_a_loss_with_more_than_2_to_the_31_logits(is_compiled):
     """In a kernel that reads all logits, 32-bit indices would overflow.
 
-    Compares the loss with PyTorch's cross-entropy, one sequence at a time.
+    The test compares the loss with PyTorch's cross-entropy, for one sequence at a time.
     """
     if torch.cuda.get_device_properties(0).total_memory < 20e9:
         pytest.skip("needs 20 GB")
@@ -217,7 +217,7 @@ def test_a_run_without_a_micro_batch_size_finds_one(tmp_path, how):
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, optimizer, first, second):
-    """The second half of the run may be computed on a different device."""
+    """The first half and the second half of a run may use different devices: a CPU and a GPU."""
     flags = ["--optimizer", optimizer, "--save_every", 5, "--keep", 0]
     gpu_train("--log_dir", "whole", *flags, cwd=tmp_path)
     gpu_train("--log_dir", "run", *flags, "--device", first, cwd=tmp_path)
@@ -254,7 +254,7 @@ def test_generation():
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_one_process_with_a_process_group(process_group, way):
-    """Uses the classes for several processes in a single process."""
+    """A single process, with a process group, uses the classes for several processes."""
     found = losses(dtype="float32", way=way)
     torch.testing.assert_close(found, losses(dtype="float32"), rtol=1e-4, atol=1e-4)
 
