@@ -46,10 +46,10 @@ STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 
 
 def test_a_noisy_change_has_an_honest_interval():
-    """Draws 8 losses of the base, and 4 losses of a change that vary four times as much.
+    """Draws 8 losses of the base, and 4 losses of a change with four times the standard deviation.
 
-    About 95 % of the confidence intervals contain the true difference. With a pooled standard
-    deviation, fewer than 85 % of the intervals would contain it.
+    About 95% of the confidence intervals contain the true difference. With a pooled standard
+    deviation, fewer than 85% of the intervals would contain the true difference.
     """
     rng = np.random.default_rng(0)
     right = student = 0
@@ -83,12 +83,12 @@ def test_verdict(differences, verdict):
 
 @pytest.mark.slow
 def test_what_2000_greedy_agents_keep_has_little_luck():
-    """Simulates agents that each try 30 ideas, of which 21 have no effect.
+    """Simulates agents. Each agent tries 30 ideas, of which 21 have no effect.
 
-    If an idea is better, the next base contains it. As in experiment.py, the eight runs of the next
-    base include the four runs that selected the idea. The noise of the losses is drawn from the
-    ledger. If an agent keeps the ideas with a false discovery rate of at most 10 %, then on average
-    at most 10 % of the kept ideas may be false discoveries.
+    If an idea is better, the next base contains the idea. As in experiment.py, the eight runs of
+    the next base include the four runs that selected the idea. The noise of the losses is drawn
+    from the ledger. If an agent keeps the ideas with a false discovery rate of at most 10%, then on
+    average at most 10% of the kept ideas may be false discoveries.
     """
     noise = []
     for entry in read_ledgers([ROOT / "log/records/ledger.jsonl"]):
@@ -125,7 +125,7 @@ def test_what_2000_greedy_agents_keep_has_little_luck():
         better = own < 0.025
         naive.append((truth[better] >= 0).mean() if better.any() else 0.0)
     assert np.mean(luck) <= 0.1 < np.mean(naive)
-    assert found > n_agents  # on average, an agent finds more than one of its three real gains
+    assert found > n_agents  # on average, an agent finds more than one of three real improvements
 
 
 def test_the_list_says_how_many_may_be_luck():
@@ -155,7 +155,8 @@ def test_the_list_says_how_many_may_be_luck():
 def test_the_memory_of_a_probe_is_not_in_its_key(tmp_path, monkeypatch):
     """The GPU memory in run.json depends on the number of steps that the probe takes.
 
-    If the key contained it, a program could get a new key, and its runs would be trained again.
+    If the key of a program contained the GPU memory, the key could change, and experiment.py would
+    repeat the runs of the program.
     """
     monkeypatch.setattr(runs, "LAB", tmp_path)
     monkeypatch.setattr(runs, "VALIDATION", tmp_path / "validation.pt")
@@ -234,7 +235,7 @@ def test_ctrl_c_while_a_process_is_created(tmp_path, monkeypatch):
 def test_only_a_change_with_a_verdict_can_be_confirmed():
     """--confirm needs an earlier verdict about the same change.
 
-    Otherwise, a change that was edited after its verdict would look confirmed after one experiment.
+    Without this check, an edited change would look confirmed after a single experiment.
     """
     config = lab.ExperimentConfig(confirm=True, seeds=4, base_seeds=8)
     ledger = [dict(keys=["base", "changed"], last_seed=8, p_value=0.1), dict(verdict="failed")]
@@ -283,9 +284,9 @@ def git(directory, *command):
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """Creates a git repository with a copy of the program. Returns its directory.
+    """Creates a git repository with a copy of the program. Returns the directory of the repository.
 
-    Next to the directory is `python`, with which experiment.py starts its runs fast.
+    The parent directory contains `python`, an executable with which experiment.py starts runs fast.
     """
     lab = tmp_path_factory.mktemp("lab")
     directory = lab / "clone"
@@ -307,9 +308,9 @@ def clone(tmp_path_factory):
 
 
 def experiment(clone, verdict, *flags, old=None, new=None, file="model.py", more=()):
-    """Replaces `old` by `new` in a file, runs experiment.py, and undoes the edit. Returns its JSON.
+    """Replaces `old` by `new` in a file, runs experiment.py, and undoes the edit.
 
-    verdict: the expected verdict.
+    verdict: the expected verdict. Returns the content of the file of --json.
     """
     text = (clone / file).read_text()
     if old:
@@ -359,7 +360,7 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     assert len(run_names(clone)) == 4 and found["difference"] > 0.1 and found["p_value"] > 0.9
     changed = clone / "log/experiments/runs" / f"{found['keys'][1]}-1"
     assert "groups, lr=0.01 * learning" in (changed / "changes.patch").read_text()
-    # If a patch contains the same change, nothing is trained again.
+    # If a patch contains the same change, experiment.py uses the finished runs again.
     written = (changed / "log.txt").stat().st_mtime_ns
     text = (clone / "model.py").read_text()
     (clone / "model.py").write_text(text.replace(rate, rate.replace("lr=", "lr=0.01 * ")))
@@ -371,8 +372,8 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     # These flags repeat the default and name the same device, so the change does nothing.
     found = experiment(clone, "equal", more=["--", "--weight_decay", "0.1", "--device", "cpu:0"])
     assert "the change does nothing" in found["reason"] and len(run_names(clone)) == 4
-    # With --seeds 3, only the third run of the base is missing. The change renames a variable, so
-    # its three runs are new, but have the losses of the base.
+    # With --seeds 3, only the third run of the base is missing. The change renames a variable. The
+    # three runs of the change are new, but have the same losses as the base.
     rename = "        y = y.transpose(1, 2).flatten(2)  # (B, T, C)\n"
     found = experiment(
         clone,
@@ -390,8 +391,8 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     # experiment.py keeps only the models of seed 1.
     models = (clone / "log/experiments/runs").glob("*/model_*.pt")
     assert {path.parent.name.rpartition("-")[2] for path in models} == {"1"}
-    # A confirmation uses new seeds, which follow the last seed of either program. --base_seeds is
-    # the number of runs of the base.
+    # A confirmation uses new seeds: the first one follows the last seed of both programs.
+    # --base_seeds is the number of runs of the base.
     confirm = ["--confirm", "--base_seeds", 3, "--why", "it was worse"]
     found = experiment(clone, "worse", *confirm, "log/my.patch")
     assert (found["n"], found["base_n"], found["last_seed"]) == (2, 3, 6)
@@ -410,9 +411,9 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
 
 @pytest.mark.slow
 def test_a_commit_trains_nothing_again(clone):
-    """A commit of a page, a test or a requirement does not change the keys of the programs.
+    """Committing a page, a test or a requirement does not change the keys of the programs.
 
-    After the commit of a change, the runs with this change are the runs of the next base.
+    If the user commits a change, the runs of this change become the runs of the next base.
     """
     names = ["README.md", "tests/test_idea.py", "requirements.txt"]
     (clone / "tests").mkdir(exist_ok=True)
@@ -441,8 +442,8 @@ EASY = "    n_sequences = max(1, min(config.val_tokens // T, loader.lengths[0]))
 def test_what_a_change_says_of_itself_does_not_matter(clone):
     """A change of the validation code changes the losses in the log, but not the verdict.
 
-    A new module is a part of the program, even if its name is not ASCII: git quotes such a name.
-    experiment.py ignores the settings of git, and the link with which Emacs locks a file.
+    A new module is a part of the program, even if its file name is not ASCII, and git quotes the
+    name. experiment.py ignores the user's git settings, and the link with which Emacs locks a file.
     """
     (clone / UNTRACKED[1]).write_text("x = 1\n")
     (clone / UNTRACKED[2]).symlink_to("me@host.1234")
@@ -470,7 +471,7 @@ def test_runs_that_do_not_compare(clone):
 
 @pytest.mark.slow
 def test_other_training_data_and_longer_runs_are_changes(clone):
-    """Both programs are scored on the validation data of the base."""
+    """experiment.py computes the losses of both programs on the validation data of the base."""
     (clone / "log" / "b.txt").write_text((ROOT / "input.txt").read_text()[-20_000:])
     flags = "--data input.txt log/b.txt=2 --val_tokens 64 --max_steps 12".split()
     found = experiment(clone, "equal", "--delta", 9, more=["--", *flags])
@@ -489,7 +490,7 @@ def test_losses_stay_in_the_ledger_if_one_is_not_finite(clone):
 
 @pytest.mark.slow
 def test_the_best_rate_of_each_program(clone):
-    """A learning rate at which the training diverges is not chosen."""
+    """experiment.py does not choose a learning rate at which training diverges."""
     found = experiment(
         clone, "equal", "--delta", 9, "--rates", 1e11, 4e-3, more=["--", "--weight_decay", "0.2"]
     )
@@ -534,7 +535,7 @@ def test_a_large_factor_is_printed_with_three_digits():
 
 @pytest.mark.parametrize("gain", [0.8, 1.0, 1.3])
 def test_what_a_known_gain_is_worth(gain):
-    """The change reaches each loss of the base with 1 / gain of the compute."""
+    """To reach a loss of the base, the change needs 1 / gain times the compute of the base."""
     rng = np.random.default_rng(0)
     flops = np.array([1.0, 4.0, 12.0, 28.0])
     inside, estimates = [], []
@@ -556,7 +557,7 @@ def test_what_a_known_gain_is_worth(gain):
 def test_a_signal_reaches_the_runs_once(clone):
     """A job queue sends SIGTERM only to experiment.py, which sends one SIGTERM to each of its runs.
 
-    The runs then save checkpoints. The --json file is empty, so it contains no older verdict.
+    The runs then save checkpoints. The file of --json is empty: the older verdict is gone.
     """
     verdict = clone / "log/verdict.json"
     verdict.write_text('{"verdict": "better"}')
@@ -664,10 +665,10 @@ def test_without_scipy(monkeypatch):
 
 
 def test_an_experiment_that_is_stopped_leaves_no_older_verdict(tmp_path, monkeypatch):
-    """At its start, experiment.py replaces the --json file with an empty file.
+    """At its start, experiment.py replaces the file of --json with an empty file.
 
-    A symbolic link to the --json file stays a link. A hard link, such as a backup, still contains
-    the older verdict.
+    A symbolic link to this file stays a link. A hard link, such as a backup, still contains the
+    older verdict.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "v.json").write_text("old")

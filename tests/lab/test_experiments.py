@@ -1,4 +1,4 @@
-"""Tests each patch in experiments/: the changed model trains, resumes, generates and is scored.
+"""Tests each patch in experiments/: trains the changed model, resumes, generates text, and scores.
 
 The tests also train the changed model with the layouts of train_large.py.
 """
@@ -52,7 +52,8 @@ LIMITS = {
     "z-loss": 21,  # 3 of these lines are in model.py, and log the size of the z-loss
 }
 HEADS = ("+++", "---")  # lines that contain the name of a file begin with these characters
-# {name of a patch: the layouts that could break it}. Any other patch is trained with all layouts.
+# {name of a patch: layouts with which the patch could fail}. The test runs every other patch with
+# all layouts.
 LAYOUTS = {
     "attention-gate": ["fsdp"],
     "document-mask": ["tp", "fsdp"],
@@ -64,7 +65,7 @@ LAYOUTS = {
     "lion": ["fsdp"],  # with FSDP, the optimizer updates shards
     "mixture-of-experts": ["fsdp"],  # each of two processes holds four of the eight experts
     "modern": ["tp", "pp"],  # with PP, the stage with the untied head has no embedding
-    "multi-token": ["fsdp", "pp"],  # its additional block is not in transformer.h
+    "multi-token": ["fsdp", "pp"],  # the additional block is not in transformer.h
     "muon-joint": ["fsdp"],
     "no-bias": [],  # covered by modern, which also removes the biases
     "no-residual-scaling": [],
@@ -80,9 +81,9 @@ LAYOUTS = {
     "x0": ["fsdp"],
     "z-loss": ["pp", "fsdp"],  # with PP, only the last stage computes a loss
 }
-# {(name of a patch, a layout that refuses it): a part of the error message}
 DIFFERENT = "the parts of this model.py compute a different loss from the whole"
 NOT_SMALL = "a small test GPT of this model.py fails"
+# {(name of a patch, layout with which the patch fails): a part of the error message}
 REFUSED = {
     ("attention-gate", "tp"): NOT_SMALL,
     ("document-mask", "pp"): "model.py cannot run in stages",
@@ -147,7 +148,7 @@ def test_experiment(tmp_path, plain, name):
     log = read_log(tmp_path / "run")
     own = {(step, figure) for step in range(6) for figure in FIGURES.get(name, [])}
     assert log.keys() == plain.keys() | own
-    changes_loss = name != "gradient-noise"  # this patch only measures
+    changes_loss = name != "gradient-noise"  # this patch only logs a metric
     assert (log[6, "val"] != plain[6, "val"]) == changes_loss
     assert float(log[6, "val"]) < float(log[0, "val"]) - 0.05
     shutil.copytree(tmp_path / "run", tmp_path / "again")
@@ -168,8 +169,8 @@ def test_experiment(tmp_path, plain, name):
     check_positions(module)
     # check_flops does not work with four patches. z-loss also changes plaingpt/loss.py, but this
     # process imports the unchanged file. document-mask and sliding-window choose the kernel of
-    # attention themselves, and PyTorch does not count the FLOPs of the fast kernel. Nor does it
-    # count the FLOPs of F.grouped_mm, which computes the experts of mixture-of-experts.
+    # attention themselves, and PyTorch does not count the FLOPs of the fast kernel. PyTorch also
+    # does not count the FLOPs of F.grouped_mm, which computes the experts of mixture-of-experts.
     if name not in ("document-mask", "mixture-of-experts", "sliding-window", "z-loss"):
         check_flops(module, name)
 
@@ -180,7 +181,7 @@ def test_a_stream_of_ones_own(tmp_path):
     apply_patch(ENTROPY, tmp_path)
     run(tmp_path, "run", 2)
     log = read_log(tmp_path / "run")
-    # At initialization, a position attends almost equally to all positions that it sees.
+    # At initialization, a position attends almost equally to itself and all earlier positions.
     uniform = np.mean([np.log(n) for n in range(1, 17)])
     assert float(log[0, "entropy_0"]) == pytest.approx(uniform, rel=1e-3)
     assert float(log[2, "entropy_1"]) < uniform

@@ -11,7 +11,8 @@ from conftest import ROOT
 from test_experiments import ENTROPY
 
 PATCHES = sorted(ROOT.glob("experiments/*.patch"))
-# An edit of attention: (old line, new line). Only attention-entropy inserts code next to this line.
+# An edit of attention: (old line, new line). Only the patch attention-entropy inserts code next to
+# this line.
 EDIT = (
     "k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each\n",
     "k, v = cache.extend(k, v)  # (B, nh, T so far, hs) each; an edit\n",
@@ -26,7 +27,7 @@ def git(*command, cwd=ROOT):
 
 
 def make_clone(directory):
-    """Clones this repository, and commits model.py and the patches of its working tree there."""
+    """Clones this repository. In the clone, commits this working tree's model.py and patches."""
     git("clone", ROOT, directory)
     for path in [ROOT / "model.py", *PATCHES]:
         (directory / path.relative_to(ROOT)).write_bytes(path.read_bytes())
@@ -63,7 +64,7 @@ def test_each_patch_names_files_that_are_in_the_history():
 def test_patches_are_merged_with_an_edit_of_attention(tmp_path, monkeypatch):
     """make_copy merges a patch with a later edit of the same file.
 
-    The result is the same as if someone applied the patch first, and then made the edit.
+    The result is the same as if the user had applied the patch first, and then made the edit.
     """
     needs_history()
     make_clone(tmp_path / "clone")

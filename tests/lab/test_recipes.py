@@ -1,4 +1,4 @@
-"""Tests patches in experiments/ whose numbers a test can compute in a different way."""
+"""Tests patches in experiments/ whose results a test can also compute in a different way."""
 
 import importlib.util
 import math
@@ -32,9 +32,9 @@ def load(path, name, monkeypatch):
 
 
 def test_a_schedule_for_each_parameter_group(tmp_path, monkeypatch):
-    """Records the values that each step of an optimizer uses, and compares them with the schedules.
+    """Compares the hyperparameters that the optimizers use in each step with the schedules.
 
-    A resumed run uses the same values, and logs the same losses.
+    A resumed run uses the same hyperparameters, and logs the same losses.
     """
     _, program = patched("group-schedule", tmp_path, monkeypatch)
     used = []

@@ -1,4 +1,4 @@
-"""Tests experiments/score.py: its loss, and how it finds models that see later tokens."""
+"""Tests the loss of experiments/score.py, and how score.py finds models that see later tokens."""
 
 import pytest
 import torch
@@ -27,9 +27,9 @@ class Averaging(GPT):
 
 
 class Remembering(GPT):
-    """A GPT that compares its tokens with the tokens of the previous call.
+    """A GPT whose hidden states also depend on the tokens of the previous call.
 
-    It adds the fraction of tokens that differ to all hidden states.
+    To all hidden states, the GPT adds the fraction of tokens that differ between both calls.
     """
 
     def hidden(self, idx, *more):
@@ -57,7 +57,7 @@ def test_later_tokens(kind, sees):
 def test_the_loss_is_that_of_the_logits():
     """score.py computes the loss from GPT.logits, even if a change replaces GPT.loss.
 
-    Targets of -100 do not count.
+    The loss ignores targets of -100.
     """
     model = GPT(SHAPE, seed=1).eval()
     model.loss = None
