@@ -100,9 +100,10 @@ def copy_with_head(directory, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OWN_HEADS)
 def test_a_head_that_the_loss_does_not_have_is_refused(tmp_path, name):
-    """If GPT.loss and GPT.logits disagreed, a run would train one model, and score a different one.
+    """If GPT.loss ignored a part of GPT.logits, a run would not train the model that it scores.
 
-    A new bias is 0, and a new scale is 1, so a comparison of losses does not reveal them.
+    At initialization, an added bias is 0 and an added scale is 1. Therefore, it is not enough to
+    check that GPT.loss equals the cross-entropy of GPT.logits.
     """
     message = copy_with_head(tmp_path, name)
     ways = dict(WAYS, one=[], ddp=[])
@@ -121,7 +122,7 @@ def test_a_head_that_the_loss_does_not_have_is_refused(tmp_path, name):
     [("bias", "lm_head.bias", ["pp"]), ("scale", "transformer.scale.weight", ["tp", "fsdp"])],
 )
 def test_a_head_of_ones_own(tmp_path, name, parameter, ways):
-    """Training changes the parameter of an edited head, and a run resumes in other layouts."""
+    """Training changes the parameter of an edited head. The run resumes in different layouts."""
     copy_with_head(tmp_path, name)
     edit_model(tmp_path, (LOSS, LOSS.replace("self.lm_head.weight", "self.logits")))
     run(tmp_path, "run", 4)
@@ -183,7 +184,7 @@ STAGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name, way", [*[(name, "pp") for name in STAGES], ("one MLP", "fsdp")])
 def test_a_model_that_no_pipeline_computes_is_refused(tmp_path, name, way):
-    """A pipeline refuses all edits in STAGES. FSDP refuses one of them: an MLP in two blocks."""
+    """--pp fails with each edit in STAGES. FSDP fails only with an MLP that two blocks share."""
     copy_program(tmp_path)
     change, message = STAGES[name]
     edit_model(tmp_path, change)
@@ -262,10 +263,10 @@ def test_a_figure_of_the_models_own_is_a_mean_over_the_step(tmp_path):
 
 
 def copy_with_scale(directory, heads="1", q="q", mlp=""):
-    """Copies the program, and adds a parameter to attention or to the MLP in its model.py.
+    """Copies the program, and adds a parameter to attention or to the MLP in the copied model.py.
 
-    Each argument is Python code. heads: the value of self.scale. q: the new value of q. mlp: the
-    layers after the GELU.
+    Except directory, each argument is Python code. heads: the value of self.scale. q: the new value
+    of q. mlp: the layers after the GELU.
     """
     copy_program(directory)
     edit_model(
@@ -279,7 +280,7 @@ def copy_with_scale(directory, heads="1", q="q", mlp=""):
 
 @pytest.mark.slow
 def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path):
-    """One parameter is shared by all heads, and the other one contains a value for each head."""
+    """All heads share one parameter. Another parameter contains a different value for each head."""
     both = "nn.Sequential(Scale(1), Scale(config.n_head, 1, 1))"
     copy_with_scale(tmp_path, heads=both, q="self.scale(q)")
     out, _ = run(tmp_path, "run", 2)
@@ -290,7 +291,7 @@ def test_a_parameter_inside_attention_has_the_gradient_of_all_heads(tmp_path):
 def test_a_layer_of_query_key_and_value_that_differ_in_size_is_not_split(tmp_path):
     """--tp would cut c_attn into three equal parts, but query, key and value differ in size.
 
-    In the edited model, two heads share their keys and values.
+    In the edited model, two query heads share one key head and one value head.
     """
     copy_program(tmp_path)
     edit_model(
@@ -325,7 +326,8 @@ def test_a_layer_of_query_key_and_value_that_differ_in_size_is_not_split(tmp_pat
 )
 def test_a_parameter_that_cannot_be_split(tmp_path, edits, message):
     copy_with_scale(tmp_path, **edits)
-    # Reads only the output of rank 0. When rank 0 ends, rank 1 may lose its connection.
+    # The test reads only the output of rank 0. When rank 0 ends, rank 1 may print that it has lost
+    # its connection.
     process, _ = spawn(
         *SMALL,
         "--max_steps",

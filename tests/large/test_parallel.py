@@ -1,6 +1,6 @@
-"""Compares runs with DDP, and with the layouts of train_large.py, with a run of one process.
+"""Compares runs of several processes with a run of one process.
 
-The processes communicate with gloo, on the CPU.
+The runs use DDP, or the layouts of train_large.py. The processes communicate with gloo, on the CPU.
 """
 
 import re
@@ -23,9 +23,9 @@ from conftest import (
 
 pytestmark = pytest.mark.slow  # each test starts a program
 
-# 3 blocks and 257 ids cannot be split evenly. The gradient norm is always above 0.5, so clipping is
-# active. A step has 16 sequences, so each process computes at least two micro-batches of 4.
-# Validation and a benchmark run between steps.
+# 3 blocks and a vocabulary size of 257 cannot be split evenly. The gradient norm is always above
+# 0.5, so clipping is active. A step has 16 sequences, so each process computes at least two
+# micro-batches of 4 sequences. Between steps, the run computes a validation loss and a benchmark.
 SMALL = [
     *TINY,
     *(
@@ -43,9 +43,10 @@ WAYS = {
 
 
 def run_small(directory, processes, *flags, **options):
-    """Trains a small model on a text that contains ids of both processes of --tp 2.
+    """Trains a small model on text.txt.
 
-    Rank 0 holds the ids up to 128, and rank 1 holds the larger ids.
+    With --tp 2, rank 0 has the part of the vocabulary up to id 128, and rank 1 has the larger ids.
+    The text contains ids of both parts.
     """
     text = (ROOT / "input.txt").read_text()[:100_000].replace("e", "é")  # é has the ids 195, 169
     (directory / "text.txt").write_text(text, "utf-8")
@@ -80,7 +81,7 @@ def assert_same_run(run, reference, steps=2):
     assert largest_difference(optimizer_values(a), optimizer_values(b)) < 1e-4
     groups, expected = ([state["param_groups"] for state in s["optimizers"]] for s in (a, b))
     assert groups == expected  # parameters have the same numbers, names and settings
-    # model_best.pt is saved after a validation, when FSDP has not resharded all parameters yet.
+    # The run saves model_best.pt after a validation, when FSDP has not resharded all parameters.
     a, b = (torch.load(each / "model_best.pt", weights_only=True) for each in (run, reference))
     assert a["step"] == b["step"] and largest_difference(a["model"], b["model"]) < 1e-4
 
@@ -100,10 +101,10 @@ def test_parallel_runs_match_the_run_of_one_process(tmp_path, alone, way):
 
 
 def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path):
-    """Four layouts train one step each: FSDP x TP, one process, TP x PP with recomputation, DDP.
+    """Each of four layouts takes the next step of a run, and resumes from the previous layout.
 
-    Each layout resumes the run of the previous layout. The log and the checkpoint are the same as
-    in a run of one process.
+    The layouts are FSDP x TP, one process, TP x PP with activation checkpointing, and DDP. The log
+    and the checkpoint are the same as in a run of one process.
     """
     short = "--max_steps 4 --val_every 4 --save_every 1 --keep 0".split()
     expected, _ = run_small(tmp_path, 1, "--log_dir", "one", *short)
@@ -128,7 +129,7 @@ def test_compiled_tensor_parallelism(tmp_path):
 
 
 def test_batch_size_rampup_in_a_pipeline(tmp_path):
-    """A step has 8 sequences during the ramp-up, and 16 sequences after it.
+    """A step has 8 sequences during the ramp-up, and 16 sequences after the ramp-up.
 
     With two stages, each step consists of two micro-batches: of 4 sequences, and later of 8.
     """
@@ -142,7 +143,7 @@ def test_batch_size_rampup_in_a_pipeline(tmp_path):
 def test_all_processes_skip_a_float16_overflow(tmp_path, alone):
     """The loss scale is too large for three steps.
 
-    In each of these steps, all processes skip the update, and halve the scale.
+    In each of these steps, all processes skip the update, and halve the loss scale.
     """
     saved = checkpoint(alone[0], 2)
     saved["scaler"] = dict(
@@ -192,9 +193,9 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
     """Trains a model with 21.8M parameters in float32 on two processes.
 
     With DDP, each process would keep 16 bytes per parameter: weight, gradient and two moments. With
-    FSDP, each process keeps half of them. Two unsharded blocks, their gradients and send buffers
-    add at most 2 bytes per parameter. During initialization, each process holds half of the weights
-    and one whole layer.
+    FSDP, each process keeps half of these 16 bytes. Two unsharded blocks, their gradients and send
+    buffers add at most 2 bytes per parameter. During initialization, each process keeps half of the
+    weights and one whole layer.
     """
     flags = (
         "--n_layer 16 --n_head 6 --n_embd 336 --vocab_size 256 --block_size 8 --eval_every 0 "
@@ -207,9 +208,10 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
 
 
 def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
-    """The methods return the same results on all processes, before and after a step.
+    """On all processes, the methods return the same results as those of a GPT that is not split.
 
-    All processes return the same loss and the same gradient norm of a step.
+    The test calls the methods before and after a training step. All processes return the same loss
+    and gradient norm of this step.
     """
 
     def results(way, processes):

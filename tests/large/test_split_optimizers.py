@@ -1,4 +1,4 @@
-"""Tests edited optimizers on split models: a layout loads the state that another layout saved."""
+"""Tests edited optimizers on split models: each layout loads the state that other layouts saved."""
 
 import pytest
 from conftest import checkpoint, forget_steps_after, names, read_log
@@ -36,7 +36,7 @@ def test_a_run_with_another_optimizer_resumes_in_every_layout(tmp_path, name, wa
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fsdp", "tp"])
 def test_an_optimizer_that_cannot_step_split_parameters_ends_the_run(tmp_path, way):
-    """PyTorch's Adafactor fails on DTensors. The first step ends the run with PyTorch's error."""
+    """PyTorch's Adafactor fails with DTensors. This error ends the run in the first step."""
     copy_with(tmp_path, "Adafactor")
     _, err = run(tmp_path, "run", *WAYS[way], processes=2, status=1)
     assert "Error" in err and "_adafactor.py" in err
@@ -46,9 +46,9 @@ def test_an_optimizer_that_cannot_step_split_parameters_ends_the_run(tmp_path, w
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["fsdp", "tp"])
 def test_a_state_of_another_shape_that_is_equal_on_all_processes(tmp_path, way):
-    """A tensor in the state may have a different shape from its parameter.
+    """A tensor in the optimizer state may have a different shape from its parameter.
 
-    The checkpoint contains the tensor of rank 0, and all processes of a resumed run load it.
+    The checkpoint contains the tensor of rank 0. All processes of a resumed run load this tensor.
     """
     copy_with(tmp_path, "schedule-free")
     start = 'self.state[p]["z"] = p.clone()'
@@ -81,7 +81,7 @@ def test_stages_with_different_optimizers_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
-    """Does the same as the test of this name in tests/core/test_checkpoint.py, but with --pp.
+    """Does the same with --pp as the test of the same name in tests/core/test_checkpoint.py.
 
     A stage knows only its own parameters, so the stages exchange the names of their parameters.
     """

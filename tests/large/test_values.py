@@ -1,4 +1,4 @@
-"""Tests parameters and buffers that GPT-2 does not have: their constructor initializes them."""
+"""Tests added parameters and buffers, which the constructors of edited modules initialize."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ MASK = (
 def test_a_buffer_as_a_mask(tmp_path):
     """If attention reads its causal mask from a buffer, the losses are the same in every layout.
 
-    A checkpoint contains the buffer, and --resume and generate.py load it.
+    A checkpoint contains the buffer. --resume and generate.py load the buffer.
     """
     copy_program(tmp_path)
     run(tmp_path, "plain", 4)
@@ -69,7 +69,7 @@ def test_a_buffer_as_a_mask(tmp_path):
 def test_a_parameter_keeps_what_its_constructor_gave_it(tmp_path):
     """Adds a gain, an identity matrix, a matrix of zeros and a random matrix to attention.
 
-    Their initialization is the same with one process, FSDP and PP.
+    The initialization of these parameters is the same with one process, FSDP and PP.
     """
     copy_program(tmp_path)
     first = dict(
@@ -88,7 +88,7 @@ def test_a_parameter_keeps_what_its_constructor_gave_it(tmp_path):
         if name != "drawn":
             expected = eval(code.replace("config.n_embd", "16"))
             found = weights[f"transformer.h.0.attn.{name}"]
-            assert (found - expected).abs().max() < 0.01, name  # one step changes it only a little
+            assert (found - expected).abs().max() < 0.01, name  # one step causes a small change
     assert 0.05 < weights[drawn].std() < 0.15
     log = read_log(tmp_path / "run")
     for way in ("fsdp", "pp"):
