@@ -1,6 +1,6 @@
-"""Tests the programs of lesson/: each one runs, and its docstring lists what is new.
+"""Tests the programs of lesson/: each program runs, and its docstring lists what is new.
 
-The last programs have the same losses as train_gpt2.py.
+Lessons 11 to 14 have the same losses as train_gpt2.py.
 """
 
 import ast
@@ -36,7 +36,7 @@ BABY = GPTConfig(n_layer=2, n_head=2, n_embd=128, block_size=64, vocab_size=256)
 
 @pytest.fixture(autouse=True)
 def beside_the_text(monkeypatch):
-    """Runs each test in the root of the repository, because the programs read files from there."""
+    """Runs each test in the root of the repository, where the programs of the lesson read files."""
     monkeypatch.chdir(ROOT)
 
 
@@ -70,7 +70,10 @@ def with_constants(text, **constants):
 
 
 def for_losses(text):
-    """Edits a program: it then prints the loss of each step with more digits, and short samples."""
+    """Edits a program, so that it prints the loss of each step with more digits.
+
+    The edited program also prints shorter samples, to save time.
+    """
     text = edit(text, "step % 50 == 0", "True").replace(".4f", ".9f")
     return edit(edit(text, "sample(300)", "sample(10)"), "sample(40)", "sample(5)")
 
@@ -82,7 +85,7 @@ def losses_of(out):
 
 
 def run(text, *flags, names=None):
-    """Runs a program in this process. Returns its output.
+    """Runs a program in this process. Returns the output of the program.
 
     names: a dict in which the program stores its global variables.
     """
@@ -101,7 +104,7 @@ def losses(number, *flags, **constants):
 
 
 def rows_of_page():
-    """Returns the table of docs/lesson.md: {name of a lesson's file: other cells of its row}."""
+    """Returns the table of docs/lesson.md: {name of a lesson's file: the row's other cells}."""
     page = (ROOT / "docs" / "lesson.md").read_text(encoding="utf-8")
     return dict(re.findall(r"^\| `lesson/(\d\d_\w+)\.py` \|(.*)\|$", page, re.M))
 
@@ -157,7 +160,7 @@ def parts(text):
 
 
 def difference(number):
-    """Compares a lesson with the lesson before it. Returns their lines, as ndiff marks them."""
+    """Returns the lines of a lesson and of the previous lesson, with the marks of difflib.ndiff."""
     return list(difflib.ndiff(lesson(number - 1).splitlines(), lesson(number).splitlines()))
 
 
@@ -184,9 +187,9 @@ def listed(text, word):
 
 @pytest.mark.parametrize("number", range(2, 15))
 def test_the_docstring_says_what_is_new(number):
-    """The docstring of each lesson names exactly what is new or changed since the lesson before.
+    """The docstring of each lesson names exactly what is new or changed since the previous lesson.
 
-    The names are functions, classes, methods of GPT, and the loop; "New" may also list constants.
+    The names are functions, classes, methods of GPT, and the loop. "New" may also list constants.
     If you change a function in one lesson, make the same change in all lessons that contain it.
     """
     before, after = lesson(number - 1), lesson(number)
@@ -241,7 +244,7 @@ def real(tmp_path_factory):
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        # Otherwise, Muon would compute in bfloat16 on some CPUs.
+        # Without this patch, Muon would compute in bfloat16 on some CPUs.
         patch.setattr("plaingpt.muon.has_bfloat16", lambda device: False)
         for optimizer in ("adamw", "muon"):
             directory = tmp_path_factory.mktemp(optimizer)
@@ -275,7 +278,7 @@ def in_processes(text, processes, tmp_path, *flags):
 def test_the_last_lessons_have_the_losses_of_train_gpt2(
     real, tmp_path, number, processes, batch_size
 ):
-    """The learning rate is low, because rounding errors grow fast at a high learning rate."""
+    """At a high learning rate, rounding errors would grow fast, so the learning rate is low."""
     text = with_constants(
         lesson(number), max_steps=4, warmup_steps=2, max_lr=2e-3, batch_size=batch_size
     )
@@ -293,7 +296,7 @@ def test_fast_kernels_and_a_device_change_nothing():
 
 @pytest.mark.parametrize("number", range(11, 15))
 def test_a_batch_size_that_does_not_divide_a_step_is_refused(number):
-    # 32 tokens are less than a sequence.
+    # A step of 32 tokens is smaller than one sequence.
     for settings in (dict(batch_size=5), dict(total_batch_size=32)):
         with pytest.raises(SystemExit, match="^total_batch_size is not a multiple of .* x 64$"):
             losses(number, max_steps=1, **settings)
@@ -304,7 +307,7 @@ def test_a_batch_size_that_does_not_divide_a_step_is_refused(number):
 def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path, processes):
     """A run saves a checkpoint after 2, 4 and 6 steps.
 
-    A second run is stopped after 5 steps, so it resumes from the checkpoint after 4 steps.
+    A second run stops after 5 steps, and then resumes from the checkpoint after 4 steps.
     """
     small = SHORT | dict(max_steps=6, warmup_steps=2)
     text = for_losses(with_constants(lesson(RESUME), **small))
@@ -321,8 +324,8 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path, processes
     if processes == 1:  # a finished run takes no further step
         assert "| loss" not in run(text, "--resume")
     assert len(whole) == 6 and rest == whole[4:] and val_of_rest == val
-    # An exercise of docs/lesson.md: without the state of the optimizers, the losses of a resumed
-    # run differ from its second step on.
+    # An exercise of docs/lesson.md: without the state of the optimizers, the first loss of a
+    # resumed run is the same, but the second loss differs.
     if processes == 1:
         with pytest.raises(SystemExit):
             run(stopped)
@@ -332,7 +335,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path, processes
 
 
 def test_gpt2s_tokens_in_shards(tmp_path, monkeypatch):
-    """Lesson 15 writes the same ids as plainGPT's tokenizer, and lesson 12 reads the shards."""
+    """Lesson 15 writes shards with the same ids as plainGPT's tokenizer. Lesson 12 reads them."""
     text = "It's 12 o'clock.  \u00fcber\r\n" * 30 + "<|endoftext|> is a text here."
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.txt").write_text("Two", encoding="utf-8")
@@ -343,7 +346,7 @@ def test_gpt2s_tokens_in_shards(tmp_path, monkeypatch):
     expected = [50256, *encode(text), 50256, *encode("Two")]
     shards = [np.load(path) for path in sorted((tmp_path / "tokens").glob("*.npy"))]
     assert {shard.dtype for shard in shards} == {np.dtype("uint16")}
-    # The name of the validation shard is the last name, and this shard contains the last ids.
+    # Sorted by name, the validation shard is the last shard. It contains the last ids.
     assert np.concatenate(shards).tolist() == expected
     assert [len(shard) for shard in shards] == [200, 5, 200]
     assert "text_val_000000.npy: 200 ids" in out
@@ -368,16 +371,16 @@ def test_shards_are_the_same_tokens_as_a_text(tmp_path):
 
 @pytest.fixture(scope="module")
 def random_gpt2(tmp_path_factory):
-    """A randomly initialized Hugging Face GPT2LMHeadModel, and 20 questions.
+    """Returns (model, folder). model: a randomly initialized GPT2LMHeadModel of Hugging Face.
 
-    Returns (model, folder). The folder contains the files of the model and of the questions.
+    The folder contains the files of the model, and a file with 20 questions.
     """
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     shape = dict(n_layer=2, n_head=2, n_embd=128, n_positions=64)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
     for p in model.parameters():
-        p.data += 0.1 * torch.randn(p.shape)  # scores then differ by more than rounding errors
+        p.data += 0.1 * torch.randn(p.shape)  # so that scores differ by more than rounding errors
     model.save_pretrained(folder)
     words = "the a boat bell river man woman bread soup rain sings eats; turns, runs".split(" ")
     random = np.random.default_rng(0)
@@ -473,8 +476,10 @@ SHORT = dict(warmup_steps=10, total_batch_size=512, **SMALL)
 FEW = dict(max_steps=30, batch_size=4)
 MORE = dict(FEW, max_steps=60)
 # The exercises of docs/lesson.md. {name: (number of the lesson, old text, new text, change,
-# constants of a small model)}. The edit changes the validation loss of this model by more than
-# `change`, which may be negative. None means that the validation loss stays the same.
+# constants of a small model)}. The exercise replaces the old text by the new text. If `change` is
+# positive, this raises the validation loss by more than `change`. If `change` is negative, this
+# lowers the validation loss by more than the size of `change`. If `change` is None, the validation
+# loss stays the same.
 EXERCISES = {
     "lr": (1, "lr = 0.03 ", "lr = 0.1 ", -1.0, dict(max_steps=20, batch_size=4)),
     "no mask": (
@@ -530,7 +535,7 @@ def test_an_exercise_has_the_result_that_the_page_says(name):
 def test_processes_that_take_the_same_sequences_show_no_error(tmp_path):
     """In an exercise of lesson 12, all processes read the same sequences.
 
-    The program raises no error, but its losses differ from the losses of a correct run.
+    The edited program raises no error, but its losses differ from the losses of the lesson.
     """
     text = for_losses(with_constants(lesson(12), max_steps=10, **SHORT))
     wrong = edit(text, "position + rank * batch_size, position", "position, position")
@@ -539,11 +544,11 @@ def test_processes_that_take_the_same_sequences_show_no_error(tmp_path):
     assert np.abs(differences).max() > 0.01
 
 
-GAP = "@@ … @@"  # separates two hunks of a diff on the page
+GAP = "@@ … @@"  # on the page, this line separates two hunks of a diff
 
 
 def find_lines(lines, wanted, start):
-    """Finds consecutive lines, `wanted`, in `lines`. Returns the index of the line after them.
+    """Finds consecutive lines, `wanted`, in `lines`. Returns the index of the next line.
 
     start: the index at which the search begins.
     """
@@ -555,7 +560,7 @@ def find_lines(lines, wanted, start):
 
 @pytest.mark.parametrize("page", ["docs/lesson.md", "docs/lesson.zh.md"])
 def test_each_diff_of_the_page_shows_neighbouring_lines_of_the_files(page):
-    """The lines of each hunk are adjacent in the files, and the hunks are in the same order."""
+    """The lines of a hunk are adjacent in the file. The hunks are in the order of the file."""
     sections = re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)[1:]
     n_blocks = 0
     for section in sections:

@@ -15,7 +15,10 @@ def solution(number):
 
 
 def sentence_about(number, text):
-    """Returns None if an answer is right, "open" if it is not written yet, or else a sentence."""
+    """Returns None if the answer in `text` is right, and "open" if it is not written yet.
+
+    Otherwise, returns a sentence about the mistake.
+    """
     return CHECK["check"](number, text, CHECK["find"](CHECK["TASKS"], number))
 
 
@@ -29,7 +32,7 @@ def test_a_task_is_open_and_its_solution_is_right(number):
     assert sentence_about(number, solution(number)) is None
 
 
-# Common mistakes, as edits of our solutions: (number of the task, old text, new text, words of the
+# Common mistakes, as edits of our solutions: (number of the task, old text, new text, a part of the
 # sentence about the mistake).
 MISTAKES = [
     # 01: cross-entropy
@@ -428,7 +431,7 @@ def test_a_usual_mistake_gets_a_sentence_of_its_own(number, old, new, words):
     assert found and words in found, found
 
 
-# Right answers that look different from ours.
+# {number of a task: a right answer that looks different from our solution}
 ANSWERS = {
     "01": """
 import torch
