@@ -67,7 +67,7 @@ def model_of_line_breaks():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Writes a run with three different checkpoints. Returns its directory."""
+    """Writes a run with three different checkpoints. Returns the directory of the run."""
     directory = tmp_path_factory.mktemp("look") / "run"
     gpt = fresh(MODEL)
     for step in (5, 10, 20):
@@ -95,7 +95,7 @@ def read_page(path):
     (data,) = re.findall(
         r'<script type="application/json" id="data">(.*?)</script>', path.read_text("utf-8")
     )
-    return json.loads(data, parse_constant=pytest.fail)  # a browser rejects NaN, as JSON has no NaN
+    return json.loads(data, parse_constant=pytest.fail)  # JSON has no NaN, so a browser rejects it
 
 
 def unpack(text, dtype):
@@ -107,7 +107,7 @@ def losses_of(packed):
 
 
 def weights_of(call, head):
-    """Returns the attention weights of a head that a page contains: (T, T)."""
+    """Returns the attention weights of a head, (T, T). call: from the data of a page."""
     stored = unpack(call["heads"][head], np.uint8)
     T = math.isqrt(2 * len(stored)) if call["causal"] else math.isqrt(len(stored))
     weights = np.zeros((T, T))
@@ -204,7 +204,7 @@ def load_module(path, name):
 
 @pytest.mark.parametrize("name", ["rotary", "qknorm", "value-residual", "rmsnorm"])
 def test_attention_of_a_changed_model(name, tmp_path):
-    """softmax(qkᵀ)·v equals the result of the changed attention.
+    """look.py records the weights of changed attention: softmax(qkᵀ)·v equals its result.
 
     With rotary positions and QK-norm, the weights differ from the weights of unchanged attention.
     """
@@ -222,7 +222,7 @@ def test_attention_of_a_changed_model(name, tmp_path):
 
 
 class OtherAttention(torch.nn.Module):
-    """Attention as a reader may write it. kind: the name of the variant."""
+    """A variant of attention that a reader may write. kind: the name of the variant."""
 
     def __init__(self, kind):
         super().__init__()
@@ -242,7 +242,7 @@ class OtherAttention(torch.nn.Module):
         elif self.kind == "alibi":
             bias = (-0.5 * distance).masked_fill(distance < 0, -math.inf)
             options.update(attn_mask=bias)
-        elif self.kind == "prefix":  # every token sees the first five tokens
+        elif self.kind == "prefix":  # every token attends to the first five tokens
             options.update(attn_mask=(distance >= 0) | (places < 5))
         elif self.kind == "dropout":
             options.update(dropout_p=0.5, is_causal=True)
@@ -305,7 +305,7 @@ def reference_cases():
 @pytest.mark.parametrize("options", reference_cases(), ids=lambda options: "-".join(options))
 @pytest.mark.parametrize("n_kv", [4, 2, 1])
 def test_the_weights_are_those_of_torch(options, n_kv):
-    """If the values are the identity matrix, PyTorch's function returns its weights."""
+    """If v is the identity matrix, F.scaled_dot_product_attention returns the attention weights."""
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, n_kv, 6, 8)
     options = dict(options, enable_gqa=n_kv < 4)
@@ -431,7 +431,7 @@ def test_pairs(run, tmp_path, capsys):
     path = write_lines(tmp_path / "pairs.jsonl", records)
     look_at(run, "--text", path, "--output", tmp_path / "a.html")
     data = read_page(tmp_path / "a.html")
-    # Training counts only the tokens of responses, and so does the mean loss on the page.
+    # As in training, the mean loss on the page counts only the tokens of responses.
     (packed,) = data["snapshots"][-1]["looks"]
     mean = losses_of(packed)[np.array(data["counted"][1:])].mean()
     assert mean != pytest.approx(losses_of(packed).mean(), abs=1e-5)
@@ -462,9 +462,9 @@ def test_a_run_on_texts_and_a_run_on_pairs(tmp_path):
 
 
 def test_a_mark_separates_documents_as_in_training(tmp_path):
-    """look.py encodes a file as training does.
+    """In a file of --text, <|endoftext|> separates documents, as in training.
 
-    If --text is the text itself, <|endoftext|> is ordinary text.
+    If the value of --text is the text itself, <|endoftext|> is ordinary text.
     """
     path = tmp_path / "a.txt"
     path.write_bytes(codecs.BOM_UTF8 + b"a b<|endoftext|>\n<|endoftext|>c<|endoftext|>\n")
@@ -507,9 +507,9 @@ def test_a_large_page_has_the_attention_of_the_last_checkpoint(run, tmp_path, mo
 
 
 def test_own_code(run, tmp_path):
-    """With --own_code, look.py loads a run with the model.py of the run.
+    """With --own_code, look.py loads the model of a run with the model.py of the run.
 
-    This is the model.py of the run's commit, with the run's changes.patch.
+    This model.py comes from the commit of the run, and look.py applies the run's changes.patch.
     """
     rotary = patched_model("rotary", tmp_path / "code")
     gpt = randomise(rotary.GPT(MODEL))
@@ -567,14 +567,14 @@ def test_mistakes(run, tmp_path, monkeypatch, flags, sentence):
 def test_the_output_may_be_a_pipe(run, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)) as reader:
-        # The pipe holds 2**20 bytes, because the test reads it only after the page is complete.
+        # The test reads the pipe only after look.py has ended, so a whole page must fit into it.
         fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 2**20)
         look_at(run, "--text", "a", "--max_checkpoints", 1, "--output", tmp_path / "pipe")
         assert reader.read().startswith("<!doctype html>")
 
 
 def test_names_and_texts_of_any_kind(run, tmp_path, monkeypatch):
-    """By default, the page is in the directory of the first run.
+    """Without --output, look.py writes the page of two runs into the directory of the first run.
 
     The file name of the page contains the name of the second run.
     """
@@ -604,7 +604,7 @@ def browser(tmp_path_factory):
 
 
 def open_page(browser, path, fragment):
-    """Opens a page in the browser. Returns its HTML. The console must stay empty."""
+    """Opens a page in the browser. Returns the HTML of the page. The console must stay empty."""
     browser.open(path, fragment)
     assert browser.console == []
     return browser.run("document.documentElement.outerHTML")
@@ -657,8 +657,8 @@ def test_a_browser_shows_the_numbers(browser, run, tmp_path):
     assert f"token {len(tokens) // 2} " in text_of(dom, "card") and "step 20" in dom
 
 
-# Does what a user does: selects tokens with keys and a click, moves the slider, clicks a head, and
-# points at a token.
+# This script acts like a user: it selects tokens with keys and a click, moves the slider, clicks a
+# head, and points at a token.
 ACTIONS = """
 const text = document.querySelector(".text");
 text.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
@@ -689,7 +689,7 @@ def test_keys_and_clicks(browser, run, page_of_text):
 @pytest.mark.slow
 @needs_chromium
 def test_a_browser_shows_pairs(browser, run, tmp_path):
-    """The page selects the first token of the response, and does not color the prompt."""
+    """At first, the page selects the first token of the response. It does not color the prompt."""
     path = write_lines(tmp_path / "pairs.jsonl", [dict(prompt="12+3=", response="15")])
     look_at(run, "--text", path, "--output", tmp_path / "a.html")
     dom = open_page(browser, tmp_path / "a.html", "")
@@ -756,7 +756,7 @@ def test_each_part_has_its_line_of_the_model():
 def omit(gpt, name):
     """Registers a hook that switches off a part of the model. Returns the hook.
 
-    name: the name of the part in gpt.js.
+    name: the name of this part in gpt.js.
     """
     _, *place = name.split(".")
     if not place:
@@ -783,7 +783,10 @@ LOGITS = "play.part.logits.at(-1).map((row) => Array.from(row))"  # (T, vocab_si
 @pytest.mark.slow
 @needs_chromium
 def test_a_page_computes_the_model(browser, run, page_of_text):
-    """Compares the page with PyTorch: its logits, with and without a part, and generated tokens."""
+    """Compares logits and generated tokens of the page with PyTorch.
+
+    The test also compares the logits of a model of which one part is switched off.
+    """
     dom = open_page(browser, page_of_text, "")
     found = re.search(r"differ from PyTorch's by at most (\S+)\.", text_of(dom, "live"))
     assert float(found[1]) < 1e-4
@@ -1020,7 +1023,7 @@ def test_the_answer_of_riddle_2_is_a_sentence(browser, page_of_text):
     open_page(browser, page_of_text, "")
     browser.run("typed.value = textOf(data.ids).replace('R', 'Q'); type()")
     for losses, start in (("[0, 9]", "✓ Right. Token "), ("[0, 1]", "Not yet. Token ")):
-        # Replaces the losses: the loss of token 10 is 9 or 1, and all other losses are 0.
+        # This line replaces the losses: the loss of token 10 is 9 or 1. All other losses are 0.
         fake = (
             f"play.whole.losses = () => play.ids.slice(1).map((_, t) => {losses}[Number(t === 9)])"
         )
@@ -1053,8 +1056,8 @@ def test_the_list_of_weights_says_its_order(browser, page_of_text):
     assert [each[0] for each in weights] == sorted((each[0] for each in weights), reverse=True)
 
 
-# Counts the points of arcs that are inside a token, the arcs that have two pieces, and all points
-# of arcs.
+# This script returns three counts: the points of arcs that are inside a token, the arcs that have
+# two pieces, and all points of arcs.
 POINTS_IN_TOKENS = """
 (() => {
   const { element, svg } = arcs[0];
@@ -1127,7 +1130,7 @@ def test_tokens_are_on_the_axes_of_a_head(browser, page_of_text):
 @needs_chromium
 @pytest.mark.parametrize("width, height", [(1280, 800), (390, 844)])
 def test_the_first_screen_shows_the_text_and_its_arcs(browser, page_of_text, width, height):
-    """On the first screen, the text, its arcs and the predictions come before the explanations."""
+    """The first screen shows the text, its arcs and the predictions, before the explanations."""
     screen = dict(width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
     browser.send("Emulation.setDeviceMetricsOverride", **screen)
     for path in (page_of_text, ROOT / "log/records/look.html"):
@@ -1179,7 +1182,7 @@ def test_a_part_that_is_off_looks_nowhere(browser, page_of_text):
 @pytest.mark.slow
 @needs_chromium
 def test_the_bars_of_a_full_context(browser, run, page_of_text):
-    """The context has 32 tokens. The model reads the last 32 of a text, as in generate.py."""
+    """The context has 32 tokens. Like generate.py, the page reads the last 32 tokens of a text."""
     open_page(browser, page_of_text, "")
     gpt = load_model(run, model.GPT)[0].eval()
     for n in (31, 32, 33):
