@@ -1,6 +1,6 @@
 """Compares the results of core.py with nanochat's rules.
 
-nanochats_rules implements these rules with Hugging Face's GPT-2, one prompt at a time.
+The function nanochats_rules implements these rules with Hugging Face's GPT-2, without batches.
 """
 
 import contextlib
@@ -118,9 +118,11 @@ def tiny(bundle):
 
 
 def nanochats_rules(hf, items, kind, n_shots, delimiter):
-    """Yields (whether the answer is right, mean loss of each prompt's ending) for each item.
+    """Yields (bool, losses) for each item: whether the answer is right, and a loss per prompt.
 
-    hf: Hugging Face's GPT-2. kind: a key of KINDS. n_shots: number of solved examples in a prompt.
+    The loss of a prompt is the mean loss of the tokens of its ending. hf: Hugging Face's GPT-2.
+    kind: a key of KINDS. n_shots: the number of solved examples in a prompt. delimiter: the string
+    between a context and its ending.
     """
     encode = get_tokenizer("gpt2").encode
 
@@ -231,7 +233,8 @@ def test_the_shuffled_items_are_cut_before_examples_are_drawn(tiny, tmp_path):
 def test_solved_examples_are_drawn_as_by_nanochat(tmp_path, n_items, n_shots):
     """core.py draws the same examples as nanochat.
 
-    Python's random.sample uses two algorithms, depending on the sizes. The parameters cover both.
+    Depending on its arguments, Python's random.sample uses one of two algorithms. The numbers of
+    items and examples in this test cover both algorithms.
     """
     items = [dict(context=f"{i} is", continuation="it", where="") for i in range(n_items)]
     path = write_lines(tmp_path / "a.jsonl", items)
@@ -260,7 +263,7 @@ def test_a_file_of_items_is_a_task(tmp_path):
         assert e.contexts[0] not in e.shots[0]
     config = GPTConfig(block_size=24, vocab_size=256)
     rows = make_rows(examples, get_tokenizer("bytes"), config, core.prompt_ids, spare=1)
-    assert len(rows) == len(examples) == 3  # one row per item, because its choices share a context
+    assert len(rows) == len(examples) == 3  # one row per item, because all choices share a context
     path = str(write_lines(tmp_path / "t.jsonl", [dict(context=" one,\n", continuation="two")]))
     (example,) = load_examples(core.BENCHMARK, path)
     assert example.contexts == ["one, "] and example.endings == ["two"]
@@ -271,7 +274,7 @@ def test_a_file_of_items_is_a_task(tmp_path):
 def test_the_kind_of_a_task_is_chosen_by_its_name(kind, tmp_path):
     """An item may contain the fields of all kinds.
 
-    If core.yaml does not name the kind, core.py infers it from the fields of the item.
+    If core.yaml does not name the kind, core.py infers the kind from the fields of the item.
     """
     item = dict(
         query="A cat",
@@ -326,7 +329,7 @@ def test_json_lines_have_several_names(tmp_path):
 def test_a_continuation_that_joins_the_tokens_before_it():
     """The tokens of "the harbour" do not begin with the tokens of "the har".
 
-    nanochat stops in this case. core.py scores all tokens after the common prefix.
+    In this case, nanochat raises an error. core.py scores all tokens after the common prefix.
     """
     tokenizer = get_tokenizer("gpt2")
     item = dict(context="the har", continuation="bour", where="")

@@ -1,6 +1,7 @@
-"""Compares the scores of the benchmark programs with Hugging Face's GPT-2, without batches.
+"""Compares the scores of the benchmark programs with the scores of Hugging Face's GPT-2.
 
-Some tests compare the scores with values that are easy to calculate.
+Hugging Face's GPT-2 scores one ending at a time. Some tests compare scores with values that are
+easy to calculate.
 """
 
 import csv
@@ -71,7 +72,7 @@ def hellaswag_records():
                 label=i % 4,
             )
         )
-    # On the Hugging Face hub, a label is a string. Another record has an empty context.
+    # The label of record 5 is a string, as on the Hugging Face hub. Record 7 has an empty context.
     records[5]["label"], records[7]["ctx"] = str(records[5]["label"]), ""
     # This ending alone is longer than the model's context.
     records[9]["endings"][2] = some_words(rng, 60)
@@ -143,7 +144,7 @@ def tiny(tmp_path_factory):
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T))
     encode = get_tokenizer("gpt2").encode
     ids = [encode(r["text"])[-T - 1 :] for r in lambada_records()[:8]]
-    overfit(model, ids, last=1)  # the model then predicts more last tokens than whole words
+    overfit(model, ids, last=1)  # the model will predict more last tokens than whole words
     save_gpt2(model, directory / "model", get_tokenizer("gpt2"))
     return directory / "model", write_data(directory)
 
@@ -272,10 +273,10 @@ def test_each_example_matches_transformers_without_batching(name, tiny, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("stride", [0, 16])
 def test_perplexity_matches_transformers_without_batching(stride, tiny, tmp_path):
-    """Each token after the first is scored once.
+    """The program scores each token once, except the first token.
 
     With --stride 0, windows do not overlap. With a larger stride, each window after the first
-    scores at most `stride` tokens, and its other tokens are only context.
+    window scores at most `stride` tokens. The other tokens of the window are only context.
     """
     hf = transformers.GPT2LMHeadModel.from_pretrained(tiny[0])
     expected = []
@@ -349,7 +350,7 @@ def test_a_plain_text_is_not_changed():
 
 
 def test_the_mark_separates_the_documents_of_a_text():
-    """The mark <|endoftext|> separates documents. It gets no score, and its bytes do not count."""
+    """<|endoftext|> separates documents. Scores and byte counts do not include <|endoftext|>."""
     lines = lines_of("<|endoftext|>a\n", "b<|endoftext|>\n", "<|endoftext|>c")
     found = [*wikitext.examples(lines)]
     assert [example.endings for example in found] == [["a\nb"], ["c"]]
@@ -357,7 +358,7 @@ def test_the_mark_separates_the_documents_of_a_text():
 
 
 def test_a_record_is_a_document_as_fineweb_reads_it(tmp_path):
-    """Each record of a .jsonl file is a document. In it, <|endoftext|> is ordinary text."""
+    """Each record of a .jsonl file is a document. In a record, <|endoftext|> is ordinary text."""
     texts = ["a\nb<|endoftext|>c", "  \n", "d\n"]
     path = write_lines(tmp_path / "a.jsonl", [dict(text=text) for text in texts])
     found = load_examples(wikitext.BENCHMARK, path)
@@ -396,7 +397,8 @@ def test_a_damaged_record_after_a_title_is_one_sentence(name, tmp_path):
 def test_a_title_does_not_make_a_text_wikitext(name, tmp_path, capsys):
     """The rules of WikiText apply only to a file whose name begins with "wiki".
 
-    Otherwise, a single line such as " = Notes = " would change the spaces in a user's whole text.
+    If they applied to every file, a single line such as " = Notes = " would change the spaces in a
+    user's whole text.
     """
     text = "def f ( x ) :\n = Notes = \nreturn ( x , y )\n"
     path = tmp_path / name
@@ -410,7 +412,7 @@ def test_a_title_does_not_make_a_text_wikitext(name, tmp_path, capsys):
     "text", ["foo :( bar\n" * 100_000, "foo(" + " " * 100_000 + "x", "[" * 100_000]
 )
 def test_unclosed_brackets_take_linear_time(text):
-    """For a text of this length, an algorithm that takes quadratic time would need hours."""
+    """For such a long text, an algorithm that takes quadratic time would need hours."""
     clean_text(text + "\n" * 400_000 + text)
     assert hellaswag.clean(text).count("[") == text.count("[")
     assert "foo" in wikitext.detokenize("foo" + text)
@@ -424,7 +426,10 @@ def test_marks_in_brackets_as_in_the_harness(text):
 
 
 def detokenize_as_the_harness(text):
-    """Does the same as lm_eval/tasks/wikitext/preprocess_wikitext.py of lm-evaluation-harness."""
+    """Detokenizes a text as lm-evaluation-harness does.
+
+    The source is lm_eval/tasks/wikitext/preprocess_wikitext.py.
+    """
     for pattern, replacement in (
         (r"s '", "s'"),
         (r"/' [0-9]/", "/'[0-9]/"),
@@ -494,9 +499,9 @@ class OwnPositions(GPT):
 
 @pytest.mark.parametrize("kind", [GPT, TokenShift, OwnPositions])
 def test_an_ending_has_the_same_score_alone(kind, capsys):
-    """Endings of the same context share a row, and have the same scores as in rows of their own.
+    """Endings of the same context share a row. Each ending has the same score as in its own row.
 
-    If a model would mix the endings in a row, each ending gets its own row.
+    If a model mixes the endings that share a row, each ending gets its own row.
     """
     examples = list(hellaswag.examples(hellaswag_records()[:4]))
     alone = [Example(each.contexts, [ending]) for each in examples for ending in each.endings]
@@ -508,9 +513,9 @@ def test_an_ending_has_the_same_score_alone(kind, capsys):
 
 
 def knowing(module, records):
-    """Returns a byte model that is overfitted to the right endings of `records`, and the Examples.
+    """Returns (model, Examples of `records`). The model is overfitted to the right endings.
 
-    module: the module of a benchmark.
+    module: the module of a benchmark. The tokens of the model are bytes.
     """
     torch.manual_seed(0)
     examples = list(module.examples(records))
@@ -659,7 +664,10 @@ def test_a_limit_ends_the_reading(tmp_path):
 
 @pytest.mark.slow
 def test_data_of_any_format_give_equal_scores(copy, tiny, tmp_path):
-    """HellaSwag is read from JSON lines and Parquet, and LAMBADA from JSON lines and text."""
+    """Scores do not depend on the format of the data.
+
+    The test compares JSON lines with Parquet for HellaSwag, and JSON lines with text for LAMBADA.
+    """
     records = [{**r, "label": int(r["label"])} for r in hellaswag_records()]
     (tmp_path / "h.parquet").write_bytes(parquet(records))
     texts = [r["text"] for r in lambada_records()]
@@ -681,9 +689,9 @@ def test_data_of_any_format_give_equal_scores(copy, tiny, tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Starts a stand-in for the Hugging Face hub, which all programs use. Yields its requests.
+    """Starts a stand-in for the Hugging Face hub. Yields the list of all requests so far.
 
-    The stand-in contains examples of HellaSwag, LAMBADA and WikiText.
+    All programs use this stand-in, which contains examples of HellaSwag, LAMBADA and WikiText.
     """
     choices = [{**r, "label": str(r["label"])} for r in CHOICES]
     lines = [dict(text="" if line == " " else line + "\n") for line in PAGES[0].split("\n")]
@@ -707,7 +715,7 @@ def hub(tmp_path, monkeypatch):
 def test_data_are_downloaded_from_the_hub_once(hub, copy, tmp_path):
     """Three programs download their data. When the programs run again offline, they read the cache.
 
-    One process runs all three programs, so that it imports Hugging Face's packages only once.
+    To save time, one process runs all three programs.
     """
     (tmp_path / "all.py").write_text(
         "import os, runpy, sys\n"
@@ -759,7 +767,7 @@ def test_training_with_benchmarks_gives_the_same_curve(whole, tmp_path):
 
 @pytest.mark.slow
 def test_unavailable_benchmarks_are_skipped_with_a_note(tmp_path, monkeypatch):
-    """The run does not wait for a hub that it cannot reach."""
+    """If a run cannot reach the hub, it does not wait."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     write_lines(tmp_path / "l.jsonl", PASSAGES)
     write_lines(tmp_path / "c.jsonl", [dict(query="q", choices=["a", "b"], gold=0)] * 2)
