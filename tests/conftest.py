@@ -171,7 +171,7 @@ def optimizer_values(saved):
 
 
 def forget_steps_after(directory, step):
-    """Deletes the checkpoints of all later steps, as if the run had been killed before them."""
+    """Deletes all checkpoints of steps after `step`, as if the run had been killed earlier."""
     for path in directory.glob("model_*.pt"):
         if path.name > f"model_{step:06d}.pt":
             path.unlink()

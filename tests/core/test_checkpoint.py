@@ -124,8 +124,8 @@ def test_keep_best_keeps_the_lowest_validation_loss(tmp_path):
     program("--checkpoint", best, "--max_new_tokens", 2, cwd=tmp_path, program="generate.py")
     train("--log_dir", "run", cwd=tmp_path)  # a new run
     assert not best.exists() and (tmp_path / "run/old-1/model_best.pt").exists()
-    # With a directory of this name, the run cannot save model_best.pt. It must not log this
-    # validation, because a resumed run validates again.
+    # With a directory of this name, the run cannot save model_best.pt. In this case, the run must
+    # not log the validation loss, because a resumed run will validate again.
     best.mkdir()
     train(*flags[2:5], "--resume", "--val_every", 12, "--max_steps", 12, cwd=tmp_path, status=2)
     assert (12, "val") not in read_log(tmp_path / "run")
@@ -560,8 +560,7 @@ def test_a_name_that_is_not_utf8_is_no_damage(tmp_path):
 
 
 def test_only_a_damaged_file_of_this_run_is_to_be_moved_away(tmp_path, monkeypatch):
-    """The message advises the user to move a file away only if this run has damaged it.
-
+    """The message advises the user to move away only a damaged checkpoint of this run.
     The user may still need a file that another program wrote. A file that cannot be read at the
     moment may be intact.
     """

@@ -57,7 +57,7 @@ def export(*flags, **options):
 def exported(tmp_path_factory):
     """A directory with the three runs `bytes`, `gpt2` and `own`.
 
-    It also contains the exports of these runs: `bytes-hf`, `gpt2-hf` and `own-hf`.
+    The directory also contains the exports of these runs: `bytes-hf`, `gpt2-hf` and `own-hf`.
     """
     d = tmp_path_factory.mktemp("export")
     plays = (ROOT / "input.txt").read_text()[:60_000]

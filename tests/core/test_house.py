@@ -118,10 +118,7 @@ def test_no_import_cycles():
 
 
 def test_nothing_of_pytorch_is_replaced_or_intercepted():
-    """The only exception is look.py: it intercepts the calls of attention, to record them.
-
-    look.py changes none of these calls.
-    """
+    """Only look.py intercepts calls of PyTorch: it records calls of attention, but changes none."""
     for path in PRODUCT:
         of_torch = set()  # the names in this file that refer to torch, or to something in torch
         for node in ast.walk(parsed(path)):

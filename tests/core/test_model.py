@@ -247,7 +247,7 @@ def test_groups_of_muon():
 
 
 def test_one_layer_of_query_key_and_value_that_differ_in_size():
-    """Muon would split such a layer into three matrices of equal size."""
+    """Muon would split c_attn into three equal parts, but query, key and value differ in size."""
     model = GPT(SMALL)
     # The two query heads share one key head and one value head, so the layer has 64 outputs.
     model.transformer.h[1].attn.c_attn = torch.nn.Linear(32, 64)
@@ -258,7 +258,7 @@ def test_one_layer_of_query_key_and_value_that_differ_in_size():
 
 
 def test_two_layers_with_one_parameter():
-    """With TP, the two layers would no longer share this parameter."""
+    """If two layers share a parameter, TP would give each layer a parameter of its own."""
     model = GPT(SMALL)
     check_shared(model, LargeConfig(tp=2))
     block = model.transformer.h[0]
@@ -290,7 +290,7 @@ def test_activation_checkpointing_saves_memory_and_keeps_the_gradients():
 
 
 def test_activation_checkpointing_repeats_the_random_numbers_of_an_edit(monkeypatch):
-    """An edited block may draw random numbers, even if the flag --dropout is 0."""
+    """The recomputation of an edited block repeats its random numbers, even if --dropout is 0."""
     plain = model_module.MLP.forward
 
     def forward(self, x):

@@ -249,9 +249,9 @@ def test_a_step_on_a_gpu_says_how_much_memory_is_reserved(tmp_path, monkeypatch,
 
 
 def test_what_a_resumed_run_keeps_of_the_step_where_it_begins(tmp_path):
-    """The training step writes "train" first, and the user's own metrics after it.
+    """A training step logs "train" first, and then the user's own metrics.
 
-    At its first step, a resumed run writes these metrics again, so their old lines are removed.
+    A resumed run logs the metrics of its first step again, so the old lines are removed.
     """
     step_3 = "3 val 2.0\n3 lambada 0.1\n"
     earlier = "2 train 3.0\n2 mine 7\n" + step_3
@@ -416,7 +416,7 @@ def test_a_figure_with_the_name_of_another_one_is_refused(tmp_path, name):
 
 
 def test_two_metrics_of_a_step_have_different_names(tmp_path):
-    """A metric of an edited model may have the name of the validation loss. This is an error."""
+    """For example, an edited model logs a metric with the name of the validation loss, "val"."""
     with open_log(log_dir=str(tmp_path)) as log:
         log.write_validation(3, dict(val=2.5, bpb=1.0))
         with pytest.raises(ValueError, match="two metrics of step 3 have the name 'val'"):

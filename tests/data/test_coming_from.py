@@ -94,7 +94,7 @@ def test_checkpoints_of_others(trainer, theirs, tmp_path, monkeypatch, capsys):
 
 
 def test_only_biases_may_be_missing(theirs, tmp_path):
-    """Missing biases become zeros. Other missing weights must not: the model may be damaged."""
+    """Missing biases become zeros. A file in which other weights are missing is refused."""
     _, weights = theirs
     del weights["_orig_mod.transformer.h.1.mlp.c_fc.weight"]
     torch.save(dict(model=weights, model_args=dict(SHAPE, vocab_size=50304)), tmp_path / "ckpt.pt")

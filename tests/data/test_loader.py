@@ -106,7 +106,7 @@ def test_npy_and_bin_give_the_same_batches(shards, tmp_path, dtype):
 def test_the_order_of_the_data_never_changes(tmp_path):
     """The test checks the order of 8 sequences in epochs 0 and 1, with the seed 1337.
 
-    If a new version changed the order, it would not reproduce published losses.
+    With a different order, a new version would not reproduce published losses.
     """
     np.save(tmp_path / "x_train_000000.npy", np.arange(8 * T + 1, dtype=np.uint16))
     x, _ = open_loader(tmp_path).batch(0, 16, CPU)
@@ -315,7 +315,7 @@ def test_fingerprint(shards, tmp_path):
     ],
 )
 def test_the_fingerprint_covers_both_ends_of_a_shard(tmp_path, i, known):
-    """The test changes token i of a shard, which changes the fingerprint only near both ends."""
+    """The fingerprint depends on token i only if token i is near an end of the shard."""
     tokens = np.arange(3 * ENDS, dtype=np.uint32).astype(np.uint16)
     tokens[i] ^= 1
     np.save(tmp_path / "x_train_000000.npy", tokens)

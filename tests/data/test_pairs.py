@@ -47,7 +47,7 @@ def letters(rng, least, most):
 
 @pytest.fixture
 def pairs(tmp_path):
-    """A file of 400 pairs. Their lengths differ, so micro-batches have different weights."""
+    """A file of 400 pairs of different lengths. Micro-batches therefore have different weights."""
     rng = random.Random(0)
     return write_pairs(
         tmp_path / "pairs.jsonl", [(letters(rng, 0, 15), letters(rng, 1, 15)) for _ in range(400)]
@@ -184,7 +184,7 @@ def test_losses_equal_those_of_transformers(pairs):
 
 @pytest.mark.slow
 def test_only_the_responses_are_learned(tmp_path):
-    """No model can predict random prompts, so the loss is near 0 only if it ignores the prompts."""
+    """Nobody can predict random prompts, so a loss near 0 shows that the loss ignores prompts."""
     rng = random.Random(1)
     write_pairs(tmp_path / "p.jsonl", [(letters(rng, 3, 9), "yes") for _ in range(600)])
     flags = "--max_steps 60 --max_lr 0.01 --batch_size 16 --eval_every 60 --log_dir run"

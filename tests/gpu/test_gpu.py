@@ -95,9 +95,10 @@ def test_16_bit_steps_are_close_to_float32(dtype):
 
 
 def test_the_residual_stream_is_bfloat16_on_cuda():
-    """With float16, the residual stream stays float32, because float16 could overflow.
+    """With bfloat16 autocast on CUDA, the residual stream is bfloat16.
 
-    For a CPU, see test_model.py.
+    With float16 autocast, the residual stream stays float32, because float16 could overflow. For a
+    CPU, see test_model.py.
     """
     model, dtypes = GPT(SMALL).to(CUDA), []
     for block in model.transformer.h:

@@ -335,7 +335,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_losses(tmp_path, processes
 
 
 def test_gpt2s_tokens_in_shards(tmp_path, monkeypatch):
-    """Lesson 15 writes shards with the same ids as plainGPT's tokenizer. Lesson 12 reads them."""
+    """Lesson 15 writes shards with the ids of plainGPT's tokenizer. Lesson 12 reads the shards."""
     text = "It's 12 o'clock.  \u00fcber\r\n" * 30 + "<|endoftext|> is a text here."
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.txt").write_text("Two", encoding="utf-8")

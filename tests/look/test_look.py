@@ -67,7 +67,7 @@ def model_of_line_breaks():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Writes a run with three different checkpoints. Returns the directory of the run."""
+    """Writes the three different checkpoints of a run. Returns the directory of the run."""
     directory = tmp_path_factory.mktemp("look") / "run"
     gpt = fresh(MODEL)
     for step in (5, 10, 20):
