@@ -7,7 +7,7 @@ import train_large
 
 
 def choose_main():
-    """Returns main of train_large.py if the flags contain --large, or main of train_gpt2.py.
+    """Returns main of train_large.py if the flags contain --large, else main of train_gpt2.py.
 
     Removes --large from the flags.
     """

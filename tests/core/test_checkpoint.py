@@ -561,6 +561,7 @@ def test_a_name_that_is_not_utf8_is_no_damage(tmp_path):
 
 def test_only_a_damaged_file_of_this_run_is_to_be_moved_away(tmp_path, monkeypatch):
     """The message advises the user to move away only a damaged checkpoint of this run.
+
     The user may still need a file that another program wrote. A file that cannot be read at the
     moment may be intact.
     """

@@ -199,7 +199,7 @@ def test_help_fits_80_columns(name, tmp_path):
 @pytest.mark.parametrize("redirection", [">/dev/full 2>/dev/full", "| head -1"])
 def test_a_closed_output_does_not_end_a_run(tmp_path, python, redirection):
     if redirection != "| head -1":
-        python = sys.executable  # unlike a forked process, flushes its output when it exits
+        python = sys.executable  # only a new process also flushes its output when it exits
     command = f"{python} {ROOT}/train_gpt2.py {' '.join(TINY)} --log_dir run {redirection}"
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True, capture_output=True)
     assert names(tmp_path / "run", "model_*") == ["model_000010.pt"]

@@ -51,7 +51,7 @@ def imports(path):
 
 
 def test_requirements_name_every_package_that_is_imported():
-    """Imports inside functions count, too. Optional packages do not: `require` loads them."""
+    """Imports inside functions count, too. `require` imports the optional packages instead."""
     lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()
     declared = {re.split(r"\W", line)[0] for line in lines}
     ours = {path.parts[0].removesuffix(".py") for path in PRODUCT}

@@ -50,16 +50,17 @@ def test_loss_in_chunks_equals_loss_of_all_logits(monkeypatch, rows, ignored, dt
         with torch.no_grad():
             # Validation computes the same loss without gradients.
             assert model(idx, targets)[1] == loss
-    # The factor 3 must reach the gradients.
+    # The factor 3 must also multiply the gradients.
     for a, b in zip([loss, *torch.autograd.grad(3 * loss, model.parameters())], expected):
         assert a.dtype == torch.float32 and (a - b).norm() <= tolerance * b.norm()
 
 
 def test_float16_keeps_the_small_gradients():
-    """If forward divided the gradients by n = 4096 targets, float16 would keep only two bits.
+    """If forward divided gradients by the number of targets, 4096, small ones would lose most bits.
 
-    A token that never occurs as a target has the smallest gradients: 1/1000 of 1/4096 per logit.
-    A loss scale does not help, because only backward multiplies by the loss scale.
+    The smallest gradients of logits are 1/1000 of 1/4096, for tokens that never occur as a target.
+    float16 would store only two bits of such a gradient. A loss scale does not help, because only
+    backward multiplies by the loss scale.
     """
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=512, vocab_size=1000))
     idx, targets = torch.randint(1000, (8, 512)), torch.zeros(8, 512, dtype=torch.long)

@@ -317,7 +317,7 @@ def wandb_records(data):
         length, kind = struct.unpack("<4xHB", data[at : at + 7])  # after a checksum of 4 bytes
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # a whole record, or its last part
+        if kind in (1, 4):  # a whole record, or the last part of a record
             yield wandb_internal_pb2.Record.FromString(record)
             record = b""
 

@@ -214,9 +214,9 @@ def test_ctrl_c_says_what_happens_and_can_be_forced(tmp_path, again):
 
 
 def test_a_signal_in_the_last_step(tmp_path, monkeypatch, capsys):
-    """The run saves a checkpoint, without the validation of the last step.
+    """If a signal stops a run in its last step, the run saves a checkpoint, but does not validate.
 
-    The resumed run does this missing validation.
+    The resumed run then computes the missing validation loss.
     """
 
     def interrupted(step, config):

@@ -97,7 +97,7 @@ def test_bits_per_byte_are_right_or_not_there(kind, capsys):
 
 
 def test_an_added_token_that_takes_the_spaces_beside_it(capsys):
-    """The added token also replaces the spaces before it, so bytes of the text would be missing."""
+    """The added token "clock" also replaces the spaces before it, but contains no spaces."""
     library = byte_level()
     library.add_tokens([hf.AddedToken("clock", lstrip=True, normalized=False)])
     tokenizer = load(library)
@@ -106,7 +106,7 @@ def test_an_added_token_that_takes_the_spaces_beside_it(capsys):
 
 
 def test_a_unigram_without_an_unknown_token():
-    """The package tokenizers can encode the letter a, but raises an error for the letter b.
+    """The package `tokenizers` can encode the letter a, but raises an error for the letter b.
 
     A model can be trained on texts without b.
     """

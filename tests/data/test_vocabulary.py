@@ -237,7 +237,7 @@ def test_a_vocabulary_that_is_not_byte_level(kind, unknown, options, tmp_path):
     path = max((tmp_path / "s").glob("*.npy"), key=lambda path: path.name[-10:])
     share = (np.load(path) == library.token_to_id(unknown)).mean()
     assert share > 0.4 and f"tokenizer does not know {share:.1%} of s/{path.name}\n" in out
-    assert "val_000000" not in out  # this shard contains only known text
+    assert "val_000000" not in out  # this shard does not contain the unknown token
 
 
 def test_a_model_with_fewer_ids_than_its_tokenizer(tmp_path):

@@ -437,7 +437,7 @@ def test_a_damaged_field_of_a_file_is_one_sentence(world, name, flags, message):
 
 @pytest.mark.slow
 def test_a_model_of_hugging_face_that_is_not_gpt2(world):
-    """For the messages in detail, see test_export.py."""
+    """This test loads one such model. test_export.py tests more models."""
     fails(world, "generate.py", "--model wide", "wide: transformers cannot load it ( ... use")
 
 

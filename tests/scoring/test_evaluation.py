@@ -152,7 +152,8 @@ def tiny(tmp_path_factory):
 def reference(hf, context, ending):
     """Scores an ending after a context with Hugging Face's GPT-2. context, ending: lists of ids.
 
-    Returns, for each scored token, its log-likelihood, and whether it is the greedy choice.
+    Returns two tensors with one value per scored token: the log-likelihood, and whether the token
+    is the greedy choice.
     """
     ids = (context + ending)[-T - 1 :]
     n = min(len(ending), T)
