@@ -61,7 +61,7 @@ def assert_split_run_matches(directory, way, whole, *flags):
         assert out[out.index("--- sample 0") : out.index("done:")].strip() in whole[1]
     split, one = (checkpoint(directory / name, 2) for name in (way, "run"))
     groups, expected = ([o["param_groups"] for o in each["optimizers"]] for each in (split, one))
-    assert groups == expected  # therefore, each program can resume the run of the other program
+    assert groups == expected  # so either layout can resume a run of the other layout
     found, expected = split["model"], one["model"]
     # Muon computes in bfloat16 if the CPU supports bfloat16.
     tolerance = 1e-3 if "muon" in flags else 1e-4

@@ -126,7 +126,7 @@ def test_the_letters_of_an_added_token_stand_for_no_bytes():
 def test_a_line_break_that_ends_a_text_is_text():
     """The end-of-text token is a line break, as with byte tokens.
 
-    A line break may also occur within a text, and is then text.
+    A line break may also occur within a text, and then counts as text.
     """
     tokenizer = load(byte_level(), end_of_text="Ċ")
     ids = tokenizer.encode("a\nb")

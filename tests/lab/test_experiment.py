@@ -717,7 +717,7 @@ def test_each_mistake_gives_a_one_sentence_error(clone, flags, sentence):
 
 @pytest.mark.slow
 def test_the_text_that_everybody_has(tmp_path):
-    """The text contains each Python file of torch once, in a shuffled order."""
+    """write_torch_text.py writes each Python file of torch once, in a shuffled order."""
     path = tmp_path / "torch_py.txt"
     program(path, cwd=tmp_path, program="experiments/write_torch_text.py")
     files = [file.read_bytes() for file in Path(torch.__file__).parent.rglob("*.py")]

@@ -101,7 +101,7 @@ def test_parallel_runs_match_the_run_of_one_process(tmp_path, alone, way):
 
 
 def test_a_checkpoint_can_be_resumed_in_another_layout(tmp_path):
-    """Each of four layouts takes the next step of a run, and resumes from the previous layout.
+    """Four layouts take one step each, and resume from the checkpoint of the previous layout.
 
     The layouts are FSDP x TP, one process, TP x PP with activation checkpointing, and DDP. The log
     and the checkpoint are the same as in a run of one process.
