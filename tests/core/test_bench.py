@@ -77,7 +77,7 @@ def forks(monkeypatch):
 
 @dataclass
 class LoggedPipe:
-    """The end of a pipe that bench.py has. Appends what it sends and receives to a log."""
+    """The end of a pipe that bench.py uses. Appends each message in both directions to a log."""
 
     end: Connection
     log: list
@@ -110,7 +110,7 @@ def test_peers_get_a_row_each(monkeypatch, capsys):
 
 
 def test_models_are_compared_with_the_same_settings():
-    """The preset has Muon and dropout."""
+    """All models use AdamW and no dropout, although the preset sets Muon and dropout."""
     given = dict(preset="mini", block_size=8, device="cpu", batch_size=1, peer=["plain"])
     for name in (bench.OURS, "plain", "transformers"):
         training = bench.make_subject(name, given).training
@@ -121,7 +121,7 @@ def test_models_are_compared_with_the_same_settings():
 
 
 def test_a_round_has_an_untimed_step():
-    """Counts the steps of the optimizer: one at the start, then 1 + --steps in each round."""
+    """The optimizer takes one step at the start, and then 1 + --steps steps in each round."""
     n_steps = 0
 
     def count(*_):
@@ -144,7 +144,7 @@ def test_a_round_has_an_untimed_step():
     "function, argument, error, words",
     [
         (signal.raise_signal, signal.SIGKILL, UserError, "the process of a model was killed; try"),
-        (math.sqrt, -1, SystemExit, "^1$"),  # a bug
+        (math.sqrt, -1, SystemExit, "^1$"),  # simulates a bug
     ],
     ids=["killed", "bug"],
 )

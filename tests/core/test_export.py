@@ -247,7 +247,10 @@ def test_an_edited_model_card_stays(exported, tmp_path):
 
 @pytest.mark.parametrize("name, is_own", [("model_best.pt", True), ("a.pt", False), ("hf", False)])
 def test_the_card_names_no_facts_of_another_run(tmp_path, name, is_own):
-    """Only a checkpoint of a run has the run.json that is beside it."""
+    """A run.json next to a model describes the model only if the model is a checkpoint of a run.
+
+    is_own: whether `name` is the name of such a checkpoint.
+    """
     export = importlib.import_module("export")
     (tmp_path / "run.json").write_text('{"device": "NVIDIA H100", "train_config": {"max_lr": 3}}')
     model = GPT(GPTConfig(1, 1, 8, 8, 256))

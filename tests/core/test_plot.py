@@ -56,14 +56,17 @@ def test_only_the_wanted_panels_are_drawn():
 
 
 def legend_of(runs, panels=None):
-    """The texts of the legend of a plot. runs: {name: streams}."""
+    """Returns the texts in the legend of a plot. runs: {name: streams}."""
     figure = plot.draw({name: (streams, {}) for name, streams in runs.items()}, "steps", panels)
     (legend,) = figure.legends
     return [text.get_text() for text in legend.get_texts()]
 
 
 def test_every_group_is_in_the_legend():
-    """With its lines of the panel loss, or else with those of its first panel."""
+    """The legend lists the lines of a group in the panel "loss".
+
+    For a group without a line in this panel, the legend lists the lines in the group's first panel.
+    """
     streams = {name: {0: 1.0, 1: 1.0} for name in ("lr", "train", "val")}
     runs = {"log/a": streams, "log/b": streams, "log/c": {"lr": streams["lr"], "mine": {0: 1.0}}}
     losses = [f"log/{run}, {kind}" for run in "ab" for kind in ("training", "validation")]
@@ -149,7 +152,7 @@ def test_losses_are_compared_if_the_validation_is_the_same(settings, difference)
 
 
 def test_a_mean_is_of_losses_of_the_same_step():
-    """A run of a group may have stopped early, as a-2, or may still run."""
+    """A run of a group may have fewer steps than the other runs, because it has stopped early."""
     curves = {
         "a-1": {0: 5.5, 100: 2.0, 1000: 1.0},
         "a-2": {0: 5.5, 100: 4.0},
@@ -231,14 +234,14 @@ def test_writes_every_format(tmp_path, kind):
     if kind == "png":
         pixels = matplotlib.image.imread(path)[..., :3]
         assert pixels.shape[1] == 1200 and 0.7 < pixels.mean() < 1  # the background is white
-    elif kind == "svg":  # names each text in a comment
+    elif kind == "svg":  # in an .svg file, a comment contains each text of the plot
         root = ElementTree.parse(path).getroot()
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert "<!-- loss (nats per token) -->" in path.read_text("utf-8")
     else:
         data = path.read_bytes()
         assert data.startswith(b"%PDF-") and data.rstrip().endswith(b"%%EOF")
-        assert b"/Count 1 " in data  # a page
+        assert b"/Count 1 " in data  # the file has one page
 
 
 @pytest.mark.slow
@@ -316,7 +319,7 @@ def test_plot_of_a_strange_run(tmp_path, log, facts, message):
 
 
 def test_plot_of_a_diverged_run(tmp_path):
-    """NaN and infinity are not drawn, and do not change the axes."""
+    """plot.py does not draw NaN and infinity. These values do not change the limits of the axes."""
     streams = {"val": {0: 3.0, 1: 2.0, 2: np.nan, 3: np.inf}, "norm": {0: np.inf}}
     figure = plot.draw({"run": (streams, {})}, "steps")
     figure.savefig(tmp_path / "a.png")

@@ -258,14 +258,17 @@ def test_max_shards_can_be_raised_later(documents, tmp_path, capsys):
 
 
 def test_a_batch_has_a_maximum_number_of_documents():
-    """Damaged documents have no text, so the length of the text does not limit their number."""
+    """Damaged documents have no text, so a limit for the length of texts is not enough."""
     documents = [Document("a.jsonl", problem="no key 'text'")] * 2500
     sizes = [len(batch) for batch in fineweb.make_batches(documents)]
     assert sizes == [1000, 1000, 500]
 
 
 def test_continues_after_shards_with_longer_batches(documents, tmp_path, monkeypatch):
-    """As in version 2.1. The earlier shards then contain tokens of several of our batches."""
+    """fineweb.py continues after shards of version 2.1, whose batches contained more documents.
+
+    Likewise, the test shortens the batches between two runs of fineweb.py.
+    """
     path, out = write(tmp_path / "jsonl.jsonl", documents), tmp_path / "out"
     fine("--input", path, "--max_shards", 2, directory=out, shard_size=5000)
     assert facts_of(out)["next"] == [0, 10_000]

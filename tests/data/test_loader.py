@@ -67,7 +67,10 @@ def test_validation_of_a_part_that_was_held_out_is_spread(tmp_path):
 
 
 def test_how_many_shards_stay_open(tmp_path):
-    """The 100 shards of FineWeb-Edu stay open. A process on macOS may open 256 files."""
+    """A process may open 256 files, as on macOS. It can still read 300 shards, one after the other.
+
+    100 shards, as many as FineWeb-Edu has, stay open, so each shard is opened only once.
+    """
     for i in range(300):
         np.save(tmp_path / f"x_train_{i:06d}.npy", np.full(10, i, np.uint16))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -181,7 +181,10 @@ def jobs_in(directory, n):
 
 
 def test_each_run_uses_a_free_gpu(tmp_path, monkeypatch):
-    """The first run needs as much time as all other runs. One of two GPUs trains the others."""
+    """The first run needs as much time as all other runs together.
+
+    Therefore, one of the two GPUs does the first run, and the other GPU does all other runs.
+    """
     gpus = {}
     last_is_finished = threading.Event()
 
@@ -205,14 +208,14 @@ def test_each_run_uses_a_free_gpu(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_while_a_process_is_created(tmp_path, monkeypatch):
-    """The new process is terminated, and no other process starts."""
+    """experiment.py terminates the process that was just created, and starts no other process."""
     processes = []
 
     class Run:
         def __init__(self, *_, **__):
             processes.append(self)
             self.is_terminated = threading.Event()
-            time.sleep(0.2)  # the time to create a process
+            time.sleep(0.2)  # simulates the time that it takes to create a process
 
         def terminate(self):
             self.is_terminated.set()
@@ -261,7 +264,7 @@ def test_a_ledger_with_half_a_line(tmp_path, capsys):
 
 
 def test_nan_is_null_in_the_ledger(tmp_path):
-    """JSON has no NaN. The p-value is NaN if all losses are equal."""
+    """If all losses are equal, the p-value is NaN. JSON has no NaN, so the ledger contains null."""
     path = tmp_path / "ledger.jsonl"
     entry = dict(keys=["base", "a"], change="a", time_ratio=math.inf)
     add_entry(path, entry | compare_losses([1.0, 1.0], [1.0, 1.0], 0.01))
@@ -522,7 +525,8 @@ def test_what_a_difference_is_worth():
         assert worth(i, [1, 4, 32], [3.0, 2.0, 0.5], -0.5) == pytest.approx(2)
     assert worth(1, [1, 4], [3.0, 2.0], 0.5) == pytest.approx(0.5)
     assert worth(1, [1, 4, 16], [2.0, 2.1, 2.1], -0.1) is None
-    # The loss is almost flat. The second factor is above the largest float.
+    # The loss hardly falls with compute, so the factors are huge. The second factor would be larger
+    # than the largest float.
     factors = [worth(0, [1e9, 2e9, 4e9], [1.30, 1.2999, 1.2998], end) for end in (-0.05, -0.2)]
     assert factors == [pytest.approx(3.3e150, rel=0.1), None]
 
@@ -647,9 +651,9 @@ def test_a_mistake_changes_no_file(flags, sentence, tmp_path, monkeypatch):
     ],
 )
 def test_a_flag_whose_value_the_program_sets(flags, sentence, monkeypatch):
-    """Without the check, the base and the change could be the same program.
+    """--sizes and --rates replace these values, so the base and the change could be the same.
 
-    If the program accepts the flags, it next refuses the commit.
+    If experiment.py accepts the flags, its next error message is about the commit "nowhere".
     """
     argv = ["experiment.py", "--base", "nowhere", *shlex.split(flags)]
     monkeypatch.setattr("sys.argv", argv)

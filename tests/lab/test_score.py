@@ -70,7 +70,7 @@ def test_the_loss_is_that_of_the_logits():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed, kept", [(1, ["model_000001.pt"]), (2, [])])
 def test_a_run_with_a_score_keeps_only_the_model_of_seed_1(seed, kept, tmp_path, monkeypatch):
-    """The run itself deletes the model, so nothing is left if another run then fails."""
+    """score.py deletes the model at the end of its own run, even if a later run fails."""
     validation = tmp_path / "validation.pt"
     torch.save([(1.0, *torch.randint(256, (2, 1, 32)))], validation)
     flags = [*TINY, "--max_steps", "1", "--warmup_steps", "0", "--seed", str(seed), "--log_dir"]

@@ -56,7 +56,7 @@ def save_model(directory, step, gpt, tokenizer="bytes"):
 
 
 def model_of_line_breaks():
-    """A model that predicts a line break after every token."""
+    """Returns a model that predicts a line break after every token."""
     gpt = fresh(MODEL)
     for p in gpt.parameters():
         torch.nn.init.zeros_(p)
@@ -448,7 +448,7 @@ def test_pairs(run, tmp_path, capsys):
 
 
 def test_a_run_on_texts_and_a_run_on_pairs(tmp_path):
-    """Both have the same tokens. A line break ends only the text of the run on pairs."""
+    """The tokens of both runs are bytes. Only in the run on pairs does a line break end a text."""
     for source in ("bytes", "lines"):
         save_model(tmp_path / source, 20, model_of_line_breaks(), source)
     path = write_lines(tmp_path / "pairs.jsonl", [dict(prompt="12+3=", response="15")])
@@ -493,7 +493,7 @@ def test_without_a_text_the_model_writes_one(run, tmp_path):
 
 
 def test_a_model_that_writes_no_text(tmp_path):
-    """With pairs, a line break ends the text."""
+    """After training on pairs, a line break ends a text. This model generates only line breaks."""
     save_model(tmp_path / "run", 20, model_of_line_breaks(), "lines")
     with pytest.raises(UserError, match="run: the model generates no text; give --text"):
         look_at(tmp_path / "run")
@@ -1003,7 +1003,7 @@ def test_riddles_accept_the_answer_to_their_question(browser, run, page_of_text)
     [
         ("😀😀 It is raining harbor", "raining"),
         ("船: ab", "船"),
-        ("😀😀 ab", "ab"),  # four bytes of a symbol are no word
+        ("😀😀 ab", "ab"),  # the four bytes of a symbol are not a word
         ("a 𝒜b É", "𝒜b"),
         ("abc 😀 Él: x", "Él"),
         ("1 a 😀", ""),
@@ -1011,7 +1011,10 @@ def test_riddles_accept_the_answer_to_their_question(browser, run, page_of_text)
     ],
 )
 def test_the_word_of_a_riddle(browser, page_of_text, text, word):
-    """The first speaker, or the longest word. A letter may have several bytes."""
+    """The page chooses the first speaker or, without a speaker, the longest word.
+
+    A letter may have several bytes.
+    """
     open_page(browser, page_of_text, "")
     browser.run(f"typed.value = {json.dumps(text)}; type()")
     assert browser.run("word()") == word
