@@ -1,14 +1,15 @@
-"""Measures rows of docs/measurements.md again, and writes the new results into the page.
+"""Repeats measurements of docs/measurements.md, and writes the new results into this page.
 
-  python docs/measure.py --list        shows the names of the rows
-  python docs/measure.py baby step     measures the rows with these names
+  python docs/measure.py --list        shows the names of the measurements
+  python docs/measure.py baby step     repeats the measurements with these names
 
-First: pip install -r requirements-dev.txt
+First run: pip install -r requirements-dev.txt
 
-The page contains the commands. In each round, this program runs the commands of all rows with the
-same name one after the other, so that another program on the machine slows down these rows equally.
-A result is the median over the rounds, followed by the smallest and the largest value. This program
-also generates the data that the commands need. Run it on a machine that runs no other programs.
+Each row of the page contains the name and the command of a measurement. In each round, measure.py
+runs the commands of all rows with the same name one after the other, so that another program on the
+machine slows down all these commands equally. A result is the median over the rounds, followed by
+the smallest and the largest value. measure.py also generates the data that the commands need. Run
+measure.py on a machine that runs no other programs.
 """
 
 import argparse
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "measurements.md"
 FOLDER = "log/measure"  # directory of the data and the runs; the commands also contain this path
 # This pattern matches a row of the page. A cell with "`A`, less `FLAG N`" means: measure the memory
-# of the command A, run A again with the value N for this flag, and subtract its memory.
+# of the command A, run A again with the value N for FLAG, and subtract the memory of this run.
 ROW = re.compile(r"^\| (?P<name>\w+) \| (?P<what>.+?) \| (?P<figure>.+?) \| `(?P<command>.+)` \|")
 # This pattern matches a row that bench.py prints.
 BENCH_ROW = re.compile(
@@ -52,8 +53,8 @@ class Finished(NamedTuple):
 def run(command):
     """Runs a command line in the root of the repository. Returns a Finished.
 
-    First deletes the directories that --log_dir and --output_dir name in the command. If the
-    command fails, prints the end of its output and exits.
+    Before that, deletes the directories that --log_dir and --output_dir name in the command. If the
+    command fails, measure.py prints the end of the command's output and exits.
     """
     print(f"$ {command}", file=sys.stderr, flush=True)
     for place in re.findall(rf"--(?:log|output)_dir ({FOLDER}/\w+)", command):
@@ -84,17 +85,17 @@ def run(command):
 
 
 # Each of the following functions extracts the results of a command from its Finished, and returns
-# {unit: values}. The argument `what` is the cell of the row that says what the command measures.
+# {unit: values}. The argument `what` is the second cell of the row: what the command measures.
 
 
 def read_run(finished, what):
-    """Returns the last validation loss, and the total and the median time of the run's steps."""
+    """Returns the last validation loss of a run, the time of all steps, and the median time."""
     directory = re.search(r"--log_dir (\S+)", finished.command)[1]
     return read_log((ROOT / directory / "log.txt").read_text())
 
 
 def read_log(text):
-    """Returns the same as read_run, {unit: values}. text: the contents of a log.txt."""
+    """Extracts the results of a run from the text of its log.txt. Returns {unit: values}."""
     numbers = {}  # {name of a metric: its values}
     for line in text.splitlines():
         _, stream, value = line.split()
@@ -112,9 +113,9 @@ def read_step(finished, what):
 
 
 def read_shakespeare(finished, what):
-    """Returns the same as read_run, for a run of plainGPT or of nanoGPT's train.py.
+    """Returns the same results as read_run, for a run of plainGPT or of nanoGPT's train.py.
 
-    The times of nanoGPT exclude the steps that also validate.
+    The times of nanoGPT do not include the steps in which nanoGPT also validates.
     """
     if "nanoGPT" not in what:
         return read_run(finished, what)
@@ -131,10 +132,10 @@ def read_shakespeare(finished, what):
 
 
 def read_bench(finished, what):
-    """Returns the time and the memory in a row that bench.py prints.
+    """Returns the time and the memory from a row that bench.py has printed.
 
-    If bench.py prints several rows, chooses the row of the model whose name is at the start of
-    `what`.
+    If bench.py has printed several rows, `what` begins with the name of the model whose row is
+    used.
     """
     rows = BENCH_ROW.findall(finished.output)
     for name, *figures in rows:
@@ -149,7 +150,7 @@ def read_memory(finished, what):
 
 
 def read_layout(finished, what):
-    """Returns the largest memory of a process, from the output of tests/memory.py."""
+    """Returns the memory of the process that needs most, from the output of tests/memory.py."""
     found = re.findall(r"MEMORY \S+ (\S+)$", finished.output, re.M)
     return {"bytes per parameter": [max(map(float, found))]}
 
@@ -166,15 +167,15 @@ def read_look(finished, what):
 
 
 def read_pairs(finished, what):
-    return {"% right": [100 * float(re.search(r"^acc +(\S+)", finished.output, re.M)[1])]}
+    return {"percent right": [100 * float(re.search(r"^acc +(\S+)", finished.output, re.M)[1])]}
 
 
 def read_limit(finished, what):
     ms, share = re.search(r"([\d.]+) ms a step.* (\d+)% of", finished.output).groups()
-    return {"% of the limit": [float(share)], "ms per step": [float(ms)]}
+    return {"percent of the limit": [float(share)], "ms per step": [float(ms)]}
 
 
-READ = dict(  # {name of rows: (function, number of rounds)}
+READ = dict(  # {name of a measurement: (function, number of rounds)}
     baby=(read_run, 2),
     limit=(read_limit, 3),
     pairs=(read_pairs, 1),
@@ -190,7 +191,10 @@ READ = dict(  # {name of rows: (function, number of rounds)}
 
 
 def measure(row, read):
-    """Runs the command of a row. Returns its results, {unit: values}. read: a function of READ."""
+    """Runs the command of a row. Returns the results, {unit: values}.
+
+    row: a match of ROW. read: the function in READ that extracts the results.
+    """
     command, _, less = row["command"].partition("`, less `")
     figures = read(run(command), row["what"])
     if less:
@@ -203,16 +207,17 @@ def measure(row, read):
 
 
 def show(value):
-    """Formats a number with three significant digits, or as a whole number from 100 on."""
+    """Formats a number with two decimals below 10, one decimal below 100, and none from 100 on."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def describe(figures, above=None):
-    """Returns {unit: values} as text: the median per unit, with the smallest and largest value.
+    """Formats results, {unit: values}: the median per unit, with the smallest and largest value.
 
-    above: the results of the previous row, if this row is compared with that row; otherwise None.
+    above: results of the row above. If they are given, the text also contains the ratio of the two
+    medians of the first unit.
     """
     parts = []
     for unit, values in figures.items():
@@ -227,7 +232,10 @@ def describe(figures, above=None):
 
 
 def measure_rows(name, page):
-    """Measures the rows with this name, and prints them. Returns the page with the new rows."""
+    """Repeats the measurements of all rows with this name, and prints the new rows.
+
+    page: the text of docs/measurements.md. Returns this text with the new rows.
+    """
     rows = [line for line in page.splitlines() if line.startswith(f"| {name} | ")]
     read, n_rounds = READ[name]
     results = [{} for _ in rows]
@@ -246,7 +254,7 @@ def measure_rows(name, page):
 
 
 def machine():
-    """Returns two cells of a row: the processor, number of cores and commit; and the date."""
+    """Returns the last two cells of a row: processor, number of cores and commit; and the date."""
     git = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     processor = platform.processor()
@@ -257,9 +265,9 @@ def machine():
 
 
 def write_data():
-    """Generates the data of the commands with a fixed seed, and exports a GPT-2 124M.
+    """Generates the data that the commands need, with a fixed seed, and exports a GPT-2 124M.
 
-    The GPT-2 is trained for one step. Does nothing if the export exists.
+    The exported GPT-2 is trained for one step. If the export already exists, does nothing.
     """
     folder = ROOT / FOLDER
     if (folder / "gpt2-hf/config.json").exists():
@@ -280,7 +288,7 @@ def write_data():
     write_lines(folder / "sums-test.jsonl", sums[1800:2000])
     documents = [json.dumps(dict(text=some_words(50, 1500))) + "\n" for _ in range(1000)]
     with open(folder / "english.jsonl", "w", encoding="utf-8") as file:
-        while file.tell() < 700 * 10**6:  # bytes; they contain more tokens than one shard
+        while file.tell() < 700 * 10**6:  # 700 MB contain more tokens than one shard
             file.writelines(rng.choices(documents, k=1000))
     # As in a real Chinese text, a few characters are frequent, and no spaces separate words.
     characters = [chr(0x4E00 + i) for i in range(3000)]
@@ -306,7 +314,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--list", action="store_true", help="show the names of the rows")
+    parser.add_argument("--list", action="store_true", help="show the names of the measurements")
     arguments = parser.parse_args()
     for name in {*arguments.names} - READ.keys():
         parser.error(f"{name}: must be one of {', '.join(READ)}")

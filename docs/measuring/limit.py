@@ -4,11 +4,12 @@
   PYTHONPATH=. python docs/measuring/limit.py mini
 
 PyTorch counts the FLOPs of a step, including the optimizer's FLOPs. The program
-also times a matrix multiplication of the MLP, and its backward pass, in the
-same dtype: this gives a speed in FLOP/s. It alternates between training steps
-and these matrix multiplications. The last number that it prints is the share of
-the limit: the time that the step would take at this speed, divided by the time
-that the step really takes.
+also times a matrix multiplication of the MLP and the backward pass of this
+matrix multiplication, in the same dtype, and computes their speed in FLOP/s.
+The program alternates between training steps and these matrix multiplications.
+The last printed number is the share of the limit: the time that the step would
+take at the speed of the matrix multiplications, divided by the time that the
+step really takes.
 """
 
 import statistics
@@ -56,7 +57,7 @@ def main(preset):
     rate = 3 * 2 * N * C * 4 * C / statistics.median(products)
     seconds = statistics.median(steps)
     print(
-        f"{preset}: {flops / 1e9:.2f} GFLOP, {1000 * seconds:.1f} ms a step, matrix "
+        f"{preset}: {flops / 1e9:.2f} GFLOPs, {1000 * seconds:.1f} ms a step, matrix "
         f"multiplications at {rate / 1e9:.0f} GFLOP/s, {flops / rate / seconds:.0%} of the limit"
     )
 
