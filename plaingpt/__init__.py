@@ -20,16 +20,16 @@ Data: from documents to training sequences
 
 The model and its optimizers
   loss.py            how the cross-entropy is computed without storing all logits
-  check_loss.py      whether GPT.loss and GPT.logits of an edited model.py agree
+  check_loss.py      whether GPT.loss of an edited model.py is the cross-entropy of GPT.logits
   sampling.py        how tokens are generated: KV cache, temperature, top-k, top-p
   muon.py            how the optimizer Muon updates matrices
   optimizers.py      how the state of the optimizers is restored
 
 A process and its device
   process.py         how processes join a group and exchange values
-  machine.py         which cores, GPUs and ranks a process has
-  device.py          which device and dtype a process uses, and whether it compiles the model
-  memory.py          how a program spends less time on memory, and what to do if memory runs out
+  machine.py         which cores and GPUs a process may use, and the rank of the process
+  device.py          which device and dtype a process uses, and whether to compile the model
+  memory.py          how allocating memory becomes faster, and what to do if memory runs out
   batch_size.py      whether the batch sizes are valid, and which micro-batch fits into memory
   signals.py         how a run stops after a signal or a time limit
 
@@ -37,7 +37,7 @@ A run and its files
   log.py             what a run writes and prints
   trackers.py        what TensorBoard and Weights & Biases receive
   files.py           how files are written, locked, checked and read back
-  source_code.py     which state the source code has in git, and its hash
+  source_code.py     which commit and which changes the code contains, and a hash of the code
 
 Weights
   checkpoint.py      how checkpoints are written, found, checked and read
@@ -57,11 +57,11 @@ large/: models that are split over processes, for train_large.py
   large/loss.py              how --tp computes the cross-entropy
   large/gradients.py         how the gradient norm of a split model is computed
   large/muon.py              how Muon updates split matrices
-  large/check_split.py       whether an edited model.py computes the same when it is split
+  large/check_split.py       whether splitting an edited model.py changes the results
 
 lab/: experiments that compare two programs, for experiment.py
   lab/copies.py              how both programs are copied
-  lab/runs.py                how the runs of both programs are trained and scored
+  lab/runs.py                how the runs of both programs are started and scored
   lab/verdict.py             which verdict follows from the losses
 
 look/: a page that shows what a model does with a text, for look.py
@@ -69,10 +69,10 @@ look/: a page that shows what a model does with a text, for look.py
   look/page.py               how the records become one HTML file
   look/live.py               which models the page can run, and what the page stores of a model
   look/page.html             which elements the page has
-  look/page.css              how the elements look
+  look/page.css              how these elements look
   look/page.js               how the page draws the records
   look/gpt.js                how the page computes GPT-2
-  look/live.js               how the page runs this GPT-2 on a new text, and samples tokens
+  look/live.js               how the page runs the model on a new text, and samples tokens
   look/play.js               how the reader types, switches parts off, and solves riddles
 """
 

@@ -50,12 +50,12 @@ def check_step_size(config, T, n_sequences, process, is_B_given):
 
 
 def find_batch_size(training, sizes, T):
-    """Returns the largest of these micro-batch sizes that fits into the memory of every GPU.
+    """Returns the largest micro-batch size in `sizes` that fits into the memory of every GPU.
 
-    sizes: numbers of sequences, from the largest to the smallest. All processes must call this
+    sizes: micro-batch sizes in sequences, the largest first. All processes must call this
     function before the first step. Raises UserError if no size fits.
     """
-    found = 0  # index in sizes
+    found = 0  # index of the current attempt in `sizes`
     # torch.compile takes a minute per micro-batch size, so the first search runs in eager mode.
     # Compiled code needs less memory, so the second search begins with the smallest size that did
     # not fit in eager mode.
@@ -75,21 +75,21 @@ def find_batch_size(training, sizes, T):
 
 
 def has_memory(training, B, T):
-    """Returns whether all processes have enough memory to train with micro-batches of (B, T).
+    """Returns whether all processes have enough memory for micro-batches of the shape (B, T).
 
     This function allocates slightly more memory than AdamW's moments need, then runs two
     micro-batches. Afterwards, the gradients, the buffers and the RNG state are as before the call.
     """
     process = training.process
-    # Rows of (module, name, buffer, copy of its values), because the forward pass may change,
-    # replace or create a buffer.
+    # The forward pass may change, replace or create a buffer. The end of this function restores all
+    # buffers from this list: (module, name, buffer, copy of the buffer's values) for each buffer.
     buffers = []
     for module in training.raw_model.modules():
         for name, buffer in module._buffers.items():
             buffers.append((module, name, buffer, None if buffer is None else buffer.clone()))
     torch.cuda.empty_cache()  # frees the memory of the previous attempt
     n_fit = torch.zeros(())  # 1 if this process has enough memory
-    training.sync_gradients(False)  # otherwise, all processes would wait for one that fails
+    training.sync_gradients(False)  # otherwise, the others would wait if one fails
     if isinstance(training.model, DDP):
         training.model.require_forward_param_sync = False  # DDP then broadcasts no buffers
     # batch_size_advice turns an out-of-memory error into a UserError.
@@ -100,7 +100,8 @@ def has_memory(training, B, T):
     ):
         # AdamW's moments need 8 bytes per parameter. In a run, the first step places the moments at
         # addresses between activations. This fragments the memory: in our measurements, gaps that
-        # were too small for other tensors took up to 2 bytes per parameter in total.
+        # were too small for other tensors took up to 2 bytes per parameter in total. Therefore,
+        # this function allocates 10 bytes per parameter.
         moments = [
             p.new_empty(10, *p.shape, dtype=torch.uint8) for p in training.raw_model.parameters()
         ]

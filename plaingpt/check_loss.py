@@ -1,4 +1,4 @@
-"""Checks, before the first step, that GPT.loss and GPT.logits of model.py agree."""
+"""Checks, before the first step, that GPT.loss is the cross-entropy of GPT.logits."""
 
 from plaingpt.errors import UserError
 from plaingpt.sampling import attention_for_many_shapes
@@ -14,10 +14,10 @@ def check_loss(model, idx, autocast):
     """Raises UserError unless GPT.loss is the cross-entropy of GPT.logits.
 
     Training and validation call GPT.loss; benchmarks and generation call GPT.logits. If a user
-    edits only one of these two methods, training and scoring use different models. This function
-    calls both methods in the same way as validation.
+    edits only one of these two methods, training and scoring use different models. Like validation,
+    this function calls GPT.hidden in eval mode and with autocast.
 
-    model: a GPT. idx: token ids, (1, T). autocast: a context manager for GPT.hidden.
+    model: a GPT. idx: token ids, (1, T). autocast: a context manager for the call of GPT.hidden.
     """
     idx = idx[:, :MOST_COMPARED]  # (1, n); also used as targets, which may be any ids
     precision = torch.get_float32_matmul_precision()
@@ -25,9 +25,9 @@ def check_loss(model, idx, autocast):
     with attention_for_many_shapes():  # torch.compile would take longer than this one forward pass
         with autocast:
             x = model.hidden(idx)  # (1, n, C)
-        # In float32, without autocast, rounding errors stay below the threshold, so only an edit
-        # can exceed the threshold. Large hidden states also reveal an edit that changes only large
-        # logits, such as a soft-cap.
+        # In float32, without autocast, rounding errors stay below the threshold of the comparison
+        # below, so only an edit can exceed the threshold. The factor 30 also reveals an edit that
+        # changes only large logits, such as a soft-cap.
         torch.set_float32_matmul_precision("highest")
         x = 30 * x.float()
         losses = model.loss(x, idx, reduction="none")[0]  # (n)
@@ -52,9 +52,9 @@ def check_loss(model, idx, autocast):
 def find_untrained(model, x, targets):
     """Returns the names of the parameters that GPT.logits uses and GPT.loss does not use.
 
-    Training would not change such a parameter. If the parameter is a bias of zero or a scale of
-    one, it does not change the logits yet, so a comparison of losses cannot reveal it. x: hidden
-    states, (1, n, C). targets: (1, n).
+    Training would not change such a parameter. A bias of zero or a scale of one does not change the
+    logits yet, so a comparison of losses cannot reveal such a parameter. x: hidden states,
+    (1, n, C). targets: (1, n).
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     inputs = [x.requires_grad_(), *parameters.values()]

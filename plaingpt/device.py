@@ -4,7 +4,7 @@ The dtypes have these numbers of bits for sign, exponent and mantissa: FP32 1+8+
 BF16 1+8+7, FP16 1+5+10. FP16 has a small range, so small gradients underflow unless a gradient
 scaler multiplies the loss by a large factor.
 
-This file also returns the name and the peak FLOP/s of the hardware.
+Two functions at the end of this file return the name and the peak FLOP/s of the hardware.
 """
 
 import os
@@ -49,8 +49,8 @@ def set_deterministic():
     """Makes PyTorch use deterministic algorithms, or raise an error if an operation has none.
 
     Identical runs then return bitwise identical results. On a GPU, nondeterministic algorithms are
-    faster, but they add numbers in the order in which threads finish. Call this function before any
-    code uses the GPU.
+    faster, but add numbers in the order in which threads finish. Call this function before any code
+    uses the GPU.
     """
     # cuBLAS reads this variable when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -30,7 +30,7 @@ RECORDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 KINDS = (*RECORDS, ".txt")
 OTHER_NAMES = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}
 COMPRESSIONS = (".gz", ".zst")
-GZIP = b"\x1f\x8b"  # the first bytes of a file
+GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 SEPARATOR = b"<|endoftext|>"  # between the documents of a .txt file
 # Matches bytes up to the last place where a token of GPT-2 certainly ends. Such a place is before a
@@ -88,9 +88,10 @@ def find_files(patterns):
 def find_inside(directory):
     """Returns the paths of the data files in a directory.
 
-    If there is a state.json, which `datasets` writes in save_to_disk, returns the files that it
-    names. Otherwise, returns all .arrow files, or if there are none, all files in a known format.
-    Skips cache-*.arrow: `datasets` writes these files after map, filter, sort or shuffle.
+    If there is a state.json, which `datasets` writes in save_to_disk, returns the files that
+    state.json names. Otherwise, returns all .arrow files, or if there are none, all files in a
+    known format. Skips cache-*.arrow: `datasets` writes these files after map, filter, sort or
+    shuffle.
     """
     state = directory / "state.json"
     if state.exists():
@@ -214,7 +215,7 @@ def read_csv(file, kind, columns):
     """Yields the rows of a .csv or .tsv file as dicts. The first row contains the column names.
 
     In a .tsv file, a quotation mark is an ordinary character. columns: as in choose_columns. Raises
-    ValueError if a row is damaged, or as choose_columns does.
+    ValueError if a row is damaged, or if two chosen columns have the same name.
     """
     csv.field_size_limit(2**31 - 1)  # characters; Windows accepts no larger limit
     style = dict(delimiter=",") if kind == ".csv" else dict(delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -270,9 +271,9 @@ def read_arrow(file, columns):
 def choose_columns(names, columns):
     """Returns the names of the columns that the caller needs.
 
-    names: the names of all columns of a table. columns: the columns that the caller may read. If
-    the table contains none of them, returns all names, for the error message of the caller. Raises
-    ValueError if two of the returned columns have the same name.
+    names: the names of all columns of a table. columns: the names of the columns that the caller
+    may read. If the table contains none of these columns, returns all names, for the error message
+    of the caller. Raises ValueError if two of the returned columns have the same name.
     """
     chosen = [name for name in names if name in columns] or names
     for name in chosen:
@@ -343,7 +344,7 @@ def read_file(path, file, text_key, cut, skip):
     for n, piece, is_last in split_text(file, cut):
         document = make_document(f"{path}, record {n}", {"text": piece}, "text", begins)
         yield document
-        # If the first pieces of a document are damaged, the document begins after them.
+        # If the first pieces of a document are damaged, the first undamaged piece is its beginning.
         begins = is_last or (begins and document.text is None)
 
 
@@ -358,7 +359,7 @@ def split_text(file, cut=False):
     if not block:
         return
     rest = b""  # the document whose end is not read yet
-    n = 1  # the number of this document
+    n = 1  # the number of the document in `rest`
     begins = True  # False if `rest` continues a cut document
     is_first = True  # whether no separator is read yet
     while block:
@@ -381,7 +382,7 @@ def split_text(file, cut=False):
 
 
 def make_document(where, item, text_key, begins=True):
-    """Returns a record of read_items as a Document. A damaged record has a text in `problem`."""
+    """Returns a record of read_items as a Document, whose field `problem` says what is damaged."""
     try:
         return Document(where, find_text(parse_record(item), text_key), begins=begins)
     except (ValueError, UserError) as error:

@@ -21,9 +21,9 @@ REMEDIES = {
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. Its text is one sentence.
+    """Raised for a mistake that the user can correct. The text of the error is one sentence.
 
-    The program prints this text, and ends with the exit status 2.
+    The program prints the text, and ends with the exit status 2.
     """
 
 
@@ -31,7 +31,7 @@ def run_program(main):
     """Calls main(). Prints a UserError as one line. A bug keeps its traceback.
 
     An OSError whose number is in REMEDIES is also printed as one line, because only the user can
-    remove its cause.
+    remove the cause of such an error.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # escapes characters that cannot be encoded
@@ -77,10 +77,10 @@ def missing_package(module):
 
 @contextlib.contextmanager
 def explaining(what, remedy, kinds=Exception):
-    """Context manager that turns an exception of these kinds into a UserError.
+    """Context manager that turns an exception whose class is in `kinds` into a UserError.
 
     The text of the UserError is "what (reason); remedy". The reason is the first line of the
-    exception's text.
+    exception's text. kinds: an exception class, or a tuple of exception classes.
     """
     try:
         yield
@@ -91,7 +91,7 @@ def explaining(what, remedy, kinds=Exception):
 
 
 def first_line(error):
-    """Returns the first line of an exception's text, or the name of its type if it has no text.
+    """Returns the first line of an exception's text, or the exception's class if the text is empty.
 
     If the first line ends with a colon, returns the second line, which contains the reason.
     """

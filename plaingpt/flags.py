@@ -1,6 +1,7 @@
 """Command-line flags: argparse reads them, and the fields of dataclasses define them.
 
-A field has a type. The arguments of `flag` are the field's default, help text and range:
+The type of a field is the type of its flag. The arguments of `flag` are the default, the help text
+and the range of the flag:
 
   max_lr: float = flag(6e-4, "peak learning rate", above=0)
   batch_size: int = flag(64, "sequences per micro-batch", above=0)
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
 RANGES = dict(above=gt, at_least=ge, below=lt, at_most=le)
-# The upper bound of a flag that defines none. Larger numbers could overflow when a program converts
-# them to a float or to a time.
+# This upper bound applies to a number whose flag defines no upper bound. Larger numbers could
+# overflow when a program converts them to a float or to a time.
 LARGEST = 10**12
 
 
@@ -27,16 +28,16 @@ def flag(default, help, **settings):
     settings: the bounds of a number, named as in RANGES, and these options:
 
     - either=True: this flag and the previous flag are mutually exclusive.
-    - empty=True: a string may be empty.
-    - path=False: a string is not a path, so ~ does not mean the home directory (expand_home).
-    - line_breaks=True: a backslash and an n in a string mean a line break, which is difficult to
+    - empty=True: the value, a string, may be empty.
+    - path=False: the value is not a path, so a ~ in the value does not mean the home directory.
+    - line_breaks=True: a backslash and an n in the value mean a line break, which is difficult to
       type in a shell.
     """
     return dataclasses.field(default=default, metadata=dict(help=help, **settings))
 
 
 def parse_flags(doc, *configs, argv=None, rest=None):
-    """Returns {name: value} of the flags in argv, without the default values of missing flags.
+    """Returns {name: value} of the flags that argv contains. A missing flag is not in the result.
 
     doc: the description in --help. configs: dataclasses whose fields are the flags. argv: list of
     strings; default: the command line. rest: the name of the positional arguments, if the program
@@ -66,7 +67,7 @@ def parse_flags(doc, *configs, argv=None, rest=None):
 
 
 def make_options(field, kind):
-    """Returns the arguments of argparse's add_argument for a field of this type."""
+    """Returns the arguments of argparse's add_argument for a field whose type is `kind`."""
     text = field.metadata.get("help", "")
     if field.default is not None and field.default is not False:
         text += f" [{field.default}]"
@@ -85,7 +86,7 @@ def make_options(field, kind):
 
 
 def make_reader(kind, settings):
-    """Returns a function that converts the text of an argument to a value of this type.
+    """Returns a function that converts the text of an argument to a value whose type is `kind`.
 
     kind: int, float or str. settings: as in `flag`.
     """
@@ -115,13 +116,13 @@ def make_reader(kind, settings):
 def expand_home(text):
     """Replaces ~ at the start of each path with the home directory.
 
-    A shell does not replace it inside an argument such as NAME=~/x,NAME=~/y.
+    A shell does not replace the ~ inside an argument such as NAME=~/x,NAME=~/y.
     """
     return re.sub(r"(?<![^=,])~[^/=,]*(?![^/=,])", lambda path: os.path.expanduser(path[0]), text)
 
 
 def read_version():
-    """Returns the version in pyproject.toml, such as "1.0", or "unknown" without this file."""
+    """Returns the version in pyproject.toml, such as "1.0", or "unknown" if the file is missing."""
     path = Path(__file__).parents[1] / "pyproject.toml"
     if not path.exists():  # possibly, the user has copied only the Python files
         return "unknown"
@@ -129,6 +130,6 @@ def read_version():
 
 
 def pick(kind, values):
-    """Creates an instance of the dataclass `kind` from a dict. Ignores all other keys."""
+    """Creates an instance of the dataclass `kind` from a dict. Ignores keys that are not fields."""
     names = {field.name for field in dataclasses.fields(kind)} & values.keys()
     return kind(**{name: values[name] for name in names})

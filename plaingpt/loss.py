@@ -2,9 +2,9 @@
 
 Only the logits of one chunk are in memory. In float32, N positions need N x V x 4 bytes: with 64
 sequences of T = 1024 and V = 50257, all logits would need 13.2 GB, and a chunk of 16384 positions
-needs 3.3 GB. If matrix multiplications are bfloat16, a chunk also needs 1.65 GB for its bfloat16
-logits, which their gradient then overwrites. With torch.compile, a chunk needs only these 1.65 GB,
-because its float32 logits exist only inside a kernel.
+needs 3.3 GB. If matrix multiplications are bfloat16, a chunk also needs 1.65 GB for bfloat16
+logits, which the gradient of the logits then overwrites. With torch.compile, a chunk needs only the
+1.65 GB, because float32 logits exist only inside a kernel.
 
 If the head is a weight, the forward pass computes both the loss and the gradients of a chunk (Hsu
 et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2). If the head is a function, the backward
@@ -21,7 +21,7 @@ CHUNK_SIZE = {"cpu": 384, "cuda": 16384, "mps": 8192}  # positions in a chunk
 
 
 class ChunkedCrossEntropy(torch.nn.Module):
-    """Cross-entropy, in nats, of the logits of an output head. vocab_size: V."""
+    """Computes the cross-entropy in nats of an output head with V = vocab_size rows, in chunks."""
 
     def __init__(self, vocab_size):
         super().__init__()
@@ -73,7 +73,7 @@ class ChunkedCrossEntropy(torch.nn.Module):
 
 
 def recomputed_losses(x, targets, vocab_size, losses_of_chunk):
-    """Returns the losses (N). Only the logits of one chunk of positions are in memory at a time.
+    """Returns the loss at each position, (N). Only the logits of one chunk are in memory at a time.
 
     x: (N, C). targets: (N). losses_of_chunk: a function that computes the losses for some rows of x
     and targets. The backward pass calls this function again.
@@ -92,7 +92,10 @@ def matmul_dtype(x):
 
 
 def rows_of_chunk(device, dtype, V):
-    """Returns the number of positions in a chunk. device: a device type. V: vocab_size."""
+    """Returns the number of positions in a chunk.
+
+    device: the device type. dtype: the dtype of matrix multiplications. V: vocab_size.
+    """
     rows = CHUNK_SIZE[device]
     if device == "cpu" and torch.compiler.is_compiling():
         # torch.compile unrolls the loop. On a CPU, more than a few chunks take minutes to compile.
@@ -100,16 +103,17 @@ def rows_of_chunk(device, dtype, V):
     if dtype == torch.float16:
         # p.t() @ x_chunk would overflow if all positions of a large chunk had the same target.
         rows = min(rows, 2048)
-    # If V is above 65,536, a chunk contains fewer positions, so its logits need no more memory.
+    # If V is above 65,536, a chunk contains fewer positions, so that its logits need as much memory
+    # as with V = 65,536.
     return max(1, rows * 2**16 // max(V, 2**16))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """Cross-entropy of the logits x @ weight.T, computed in chunks of positions.
 
-    forward returns the losses (N) and their mean, as ChunkedCrossEntropy.losses does. x: (N, C).
-    weight: (V, C). targets: (N). counted: (N), bool. with_gradient: whether forward also computes
-    the gradients of x and weight, which backward then returns.
+    forward returns the two results of ChunkedCrossEntropy.losses. x: (N, C). weight: (V, C).
+    targets: (N). counted: (N), bool. with_gradient: whether forward also computes the gradients of
+    x and weight, which backward then returns.
 
     Matrix multiplications use autocast's dtype. The sums are float32, because sums of 50,000 terms
     would be inexact in bfloat16. The gradients are divided by n, the number of counted targets,
@@ -141,8 +145,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             y = y.where(is_id, 0)
             target_logit = p.gather(1, y) * is_id  # (rows, 1)
             # cat and split change no number. Without them, torch.compile gathers the logits of the
-            # targets of all chunks in one kernel, at the end: it keeps all logits until then, and
-            # its 32-bit indices overflow if N x V is above 2^31 ("illegal memory access" on CUDA).
+            # targets of all chunks in one kernel, at the end. All logits stay in memory until then,
+            # and the kernel's 32-bit indices overflow if N x V is above 2^31 ("illegal memory
+            # access" on CUDA).
             sums = torch.cat([p.exp_().sum(1, keepdim=True), target_logit], dim=1)  # (rows, 2)
             denominator, target_logit = sums.split(1, dim=1)  # (rows, 1) each
             loss = denominator.log() - target_logit  # (rows, 1)

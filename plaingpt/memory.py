@@ -8,7 +8,7 @@ import sys
 
 from plaingpt.errors import UserError
 
-# The numbers of two options of mallopt, from glibc's malloc.h. The options are sizes in bytes.
+# The numbers of two options of mallopt, from glibc's malloc.h. Both options are sizes in bytes.
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 MOST = 2**31 - 1  # the largest C int
@@ -17,8 +17,8 @@ MOST = 2**31 - 1  # the largest C int
 def keep_freed_memory(limit=MOST):
     """Makes glibc keep freed blocks of up to `limit` bytes.
 
-    By default, glibc returns large blocks to the operating system, which zeroes memory before a
-    process can use it again. Zeroing takes a third of the time of a step.
+    By default, glibc returns large blocks to the operating system. If the process needs memory
+    again, the operating system first zeroes the memory, which would take time in each step.
     """
     if sys.platform != "linux":
         return
@@ -44,7 +44,7 @@ def frozen_gc():
 
 @contextlib.contextmanager
 def memory_advice(message):
-    """Context manager that raises a UserError with this message if memory runs out."""
+    """Context manager that raises a UserError with the text `message` if memory runs out."""
     try:
         yield
     except RuntimeError as error:
@@ -58,5 +58,5 @@ def memory_advice(message):
 def batch_size_advice(B):
     """Returns memory_advice with a message about --batch_size, for training and validation."""
     return memory_advice(
-        f"--batch_size {B}: out of memory; try half of it, or --activation_checkpointing"
+        f"--batch_size {B}: out of memory; try half of this size, or --activation_checkpointing"
     )

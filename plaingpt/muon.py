@@ -14,10 +14,10 @@ class Muon(torch.optim.Optimizer):
     """Like torch.optim.Muon with adjust_lr_fn="match_rms_adamw", but fast on every device and in
     several processes.
 
-    torch.optim.Muon always uses bfloat16. If a device has no instructions for bfloat16, bfloat16 is
-    about ten times as slow as float32, so this class uses float32 there. The class also stacks
-    matrices of the same shape, because on a GPU, launching a multiplication of small matrices takes
-    longer than computing it.
+    torch.optim.Muon always uses bfloat16. On a device without instructions for bfloat16, bfloat16
+    is about ten times as slow as float32, so this class uses float32 on such a device. The class
+    also stacks matrices of the same shape, because on a GPU, launching the kernel that multiplies
+    two small matrices takes longer than the multiplication itself.
 
     params: parameters, pairs (name, parameter) or groups, as for any PyTorch optimizer. All
     parameters must be matrices. n_stacked is the number of matrices that are stacked by rows in
@@ -62,7 +62,8 @@ class Muon(torch.optim.Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [self.state[p]["momentum_buffer"] for p in parameters]
         skip = getattr(self, "found_inf", torch.zeros((), device=parameters[0].device)) > 0
-        # In a skipped step, the buffer replaces the gradient, so the next lerp does not change it.
+        # In a skipped step, the buffer replaces the gradient, so the next lerp does not change the
+        # buffer.
         gradients = [torch.where(skip, buffer, p.grad) for p, buffer in zip(parameters, buffers)]
         momentum = members[0][1]["momentum"]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
@@ -82,19 +83,20 @@ class Muon(torch.optim.Optimizer):
             p.add_(self.from_matrices(part, p), alpha=alpha)
 
     def to_matrices(self, x, n_stacked):
-        """Returns the matrices of a parameter (n_stacked, rows, columns), with rows <= columns.
+        """Returns the matrices that are stacked in a tensor: (n_stacked, rows, columns).
 
-        x: a tensor with the shape of the parameter, (n_stacked * rows, columns).
+        Transposes the matrices if they have more rows than columns. x: a tensor with the shape of a
+        parameter, (n_stacked * rows, columns).
         """
         x = x.unflatten(0, (n_stacked, -1))
         return x.mT if x.size(1) > x.size(2) else x
 
     def from_matrices(self, x, p):
-        """Returns a tensor with the shape of parameter p. This is the inverse of to_matrices."""
+        """Stacks the matrices x as in parameter p: the inverse of to_matrices."""
         return (x.mT if x.size(2) != p.size(1) else x).flatten(0, 1)
 
     def orthogonalize(self, stack):
-        """Orthogonalizes a stack of matrices (n, rows, columns). The processes share the work."""
+        """Orthogonalizes n matrices, (n, rows, columns). All processes share the work."""
         n_processes = dist.get_world_size() if dist.is_initialized() else 1
         if n_processes == 1:
             return orthogonalize(stack)

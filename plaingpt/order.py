@@ -95,7 +95,7 @@ def prefetch(batches, process):
     """Yields the batches. While the caller uses a batch, a background thread reads the next batch.
 
     process.stop stores the Future of the next batch: if a batch cannot be read, the run stops
-    before it needs this batch. On MPS, the main thread reads the batches.
+    before the step that needs this batch. On MPS, the main thread reads the batches.
 
     batches: an iterator. process: a Process.
     """

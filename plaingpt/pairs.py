@@ -48,8 +48,8 @@ def encode_pair(record, tokenizer):
 def read_pairs(path, tokenizer, T, val_fraction):
     """Reads a file of pairs. Returns [(ids, counted) for training, (ids, counted) for validation].
 
-    ids: the ids of all sequences of T tokens, one after the other, (n,); n is a multiple of T,
-    plus 1. counted: whether each token is a target, (n,) bool.
+    ids: the token ids of all sequences, concatenated, (n,). n - 1 is a multiple of T. counted:
+    whether each token is a target, (n,) bool.
 
     Shuffles the pairs with a fixed random seed. The last val_fraction of the pairs are for
     validation. The split depends only on the file and val_fraction, so runs with different

@@ -47,11 +47,11 @@ class KVCache:
 
 
 def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
-    """Samples one token id per row: (B, vocab_size) -> (B, 1).
+    """Samples one token id from each row of logits: (B, vocab_size) -> (B, 1).
 
     temperature: divides the logits; 0 selects the most likely token. top_k: how many of the most
     likely tokens to keep; 0 keeps all tokens. top_p: keeps the most likely tokens until the sum of
-    their probabilities reaches p (Holtzman et al. 2020, arXiv:1904.09751).
+    their probabilities reaches top_p (Holtzman et al. 2020, arXiv:1904.09751).
     """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
@@ -62,8 +62,8 @@ def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
         logits = logits.masked_fill(logits < kth, -math.inf)
     if top_p < 1:
         probs, order = logits.softmax(dim=-1).sort(descending=True)  # (B, vocab_size)
-        # Drops a token if the probabilities of likelier tokens add up to p or more. The likeliest
-        # token always stays.
+        # Drops a token if the probabilities of likelier tokens add up to top_p or more. The
+        # likeliest token always stays.
         drop = probs.cumsum(dim=-1) - probs >= top_p
         logits = logits.masked_fill(drop.scatter(-1, order, drop), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)
@@ -71,9 +71,9 @@ def sample(logits, generator, temperature=1.0, top_k=0, top_p=1.0):
 
 @torch.no_grad()
 def generate_tokens(model, idx, max_new_tokens, seed=0, **options):
-    """Samples token ids after each row of idx (B, T). Yields (B, 1), max_new_tokens times.
+    """Samples max_new_tokens ids after each row of idx. Yields one id per row at a time, (B, 1).
 
-    options: temperature, top_k and top_p, as in sample().
+    idx: (B, T). options: temperature, top_k and top_p, as in sample().
     """
     generator = torch.Generator(device=idx.device).manual_seed(seed)
     T_max = model.config.block_size

@@ -10,8 +10,8 @@ from plaingpt.files import writing
 class TensorBoard:
     """Writes TensorBoard's event files into the run directory.
 
-    step: the step at which the run starts. TensorBoard hides the values of this step and of all
-    later steps that an earlier part of the run has written.
+    step: the step at which the run starts. On a resume, TensorBoard hides everything that an
+    earlier part of the run has logged at this step and later.
     """
 
     def __init__(self, directory, step):
@@ -19,7 +19,7 @@ class TensorBoard:
         self.writer = require("torch.utils.tensorboard").SummaryWriter(directory, purge_step=step)
 
     def write(self, step, values):
-        """Writes {name: number, or a string with HTML}."""
+        """Writes the values of a step. values: {name: number, or a string with HTML}."""
         with writing(self.directory, "free some space, then continue with --resume"):
             for name, value in values.items():
                 if isinstance(value, str):
@@ -50,7 +50,7 @@ class WandB:
             )
 
     def write(self, step, values):
-        """Sends {name: number, or a string with HTML}."""
+        """Sends the values of a step. values: {name: number, or a string with HTML}."""
         sent = {}
         for name, value in values.items():
             sent[name] = self.wandb.Html(value) if isinstance(value, str) else value
