@@ -1,4 +1,4 @@
-"""Writes checkpoints. Finds, checks and reads checkpoints, including nanoGPT's."""
+"""Writes, finds, checks and reads checkpoints. Also reads checkpoints of nanoGPT."""
 
 import math
 import pickle
@@ -35,16 +35,16 @@ MODEL_FILES = (
 def make_whole_gpt(GPT, config, activation_checkpointing=False):
     """Creates the whole GPT on the meta device, where tensors need no memory.
 
-    GPT: the class in model.py. config: its GPTConfig.
+    GPT: the class in model.py. config: the GPTConfig of the new GPT.
     """
     with torch.device("meta"):
         return GPT(config, activation_checkpointing)
 
 
 def check_tied(weights, config, GPT):
-    """Raises ValueError if weights that a GPT ties, such as embedding and head, are different.
+    """Raises ValueError if two weights differ that a GPT ties, such as embedding and head.
 
-    load_state_dict would silently keep only one of these weights. weights: a state dict. config:
+    load_state_dict would silently keep only one of the two weights. weights: a state dict. config:
     the GPTConfig. GPT: the class of the model.
     """
     first_names = {}  # {parameter: its first name}
@@ -55,10 +55,11 @@ def check_tied(weights, config, GPT):
 
 
 def convert_nanogpt(found, GPT):
-    """Converts the dict in a checkpoint of nanoGPT or build-nanogpt to the format of `save`.
+    """Converts the dict in a checkpoint of nanoGPT or build-nanogpt to plainGPT's format.
 
-    Raises ValueError unless the token ids are GPT-2's. If the vocabulary is padded to 50,304 ids,
-    removes the unused ids. GPT: the class of the model.
+    `save` in train_gpt2.py describes this format. Raises ValueError unless the token ids are
+    GPT-2's. If the vocabulary size is padded to 50,304, removes the rows of the unused ids. GPT:
+    the class of the model.
     """
     # nanoGPT stores the settings of a model in a dict. build-nanogpt stores them in a GPTConfig.
     settings = found.get("model_args")
@@ -76,7 +77,7 @@ def convert_nanogpt(found, GPT):
     given = {}
     for name, tensor in found["model"].items():
         # torch.compile adds the prefix _orig_mod, and DDP adds the prefix module. A name may have
-        # both, in either order.
+        # both prefixes, in either order.
         given[re.sub(r"^((_orig_mod|module)\.)+", "", name)] = tensor
     weights = {}
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
@@ -90,7 +91,7 @@ def convert_nanogpt(found, GPT):
 
 
 def load_checkpoint(path, GPT, remedy="give another checkpoint"):
-    """Loads a checkpoint. Returns its dict, as `save` in train_gpt2.py describes it, on the CPU.
+    """Loads a checkpoint. Returns the dict that `save` in train_gpt2.py describes, on the CPU.
 
     All processes must call this function. Only rank 0 computes the checksums. GPT: the class of the
     model. remedy: what the user can do if the file is damaged, or if another program wrote it.
@@ -105,7 +106,7 @@ def load_checkpoint(path, GPT, remedy="give another checkpoint"):
             return convert_nanogpt(checkpoint, GPT)
     with explaining(
         f"{path}: does not fit this model.py",
-        "restore the model.py of that run; its directory may contain a changes.patch",
+        "restore the model.py of that run; the run directory may contain a changes.patch",
         (RuntimeError, TypeError),
     ):
         check_weights(checkpoint["model"], GPT.config_class(**checkpoint["model_config"]), GPT)
@@ -113,9 +114,9 @@ def load_checkpoint(path, GPT, remedy="give another checkpoint"):
 
 
 def check_weights(weights, config, GPT):
-    """Raises RuntimeError unless a state dict fits a GPT with this GPTConfig.
+    """Raises RuntimeError unless a state dict contains exactly the names and shapes of a GPT.
 
-    The names and shapes of the weights must be the same. GPT: the class of the model.
+    weights: the state dict. config: the GPTConfig of the GPT. GPT: the class of the model.
     """
     # load_state_dict with assign=True stores this option in the metadata of a state dict. A later
     # load_state_dict of the same dict would then also assign the weights, and so untie tied
@@ -136,16 +137,19 @@ def check_checksums(path, remedy):
 
 
 def map_file(path):
-    """Reads a file of torch.save with mmap, so all processes on a machine share its memory.
+    """Returns the contents of a file of torch.save. Its tensors are mapped into memory.
 
-    Raises exceptions of many kinds if the file is damaged.
+    All processes on a machine share the memory of a mapped file. Raises exceptions of many kinds if
+    the file is damaged.
     """
     # Windows cannot delete or move a file that is mapped into memory.
     return load_file(path, "cpu", mmap=sys.platform != "win32")
 
 
 def load_file(file, device, **options):
-    """Calls torch.load so that it runs no code from the file. file: a path or an open file.
+    """Returns the contents of a file of torch.save, without running code from the file.
+
+    file: a path or an open file. device, options: arguments of torch.load.
 
     Raises ValueError if the file contains a value of a type that torch.load refuses.
     """
@@ -159,10 +163,11 @@ def load_file(file, device, **options):
 
 
 def write_checkpoint(path, state):
-    """Writes a dict as a checkpoint. After an error, `path` is as it was before.
+    """Writes a dict as a checkpoint. After an error, the file at `path` is unchanged.
 
     torch.save also writes values of types that torch.load(weights_only=True) refuses, such as a
-    NumPy number in the state of an optimizer. If there is one, raises UserError.
+    NumPy number in the state of an optimizer. If the dict contains such a value, this function
+    raises UserError.
     """
     what = f"{path}: the optimizers contain a value that cannot be read back"
     remedy = "store only tensors, Python's numbers and strings, and lists and dicts of them"
@@ -177,7 +182,7 @@ def write_checkpoint(path, state):
 
 
 def read_best_val(directory):
-    """Returns the validation loss of model_best.pt in a run directory, or inf without this file.
+    """Returns the validation loss of model_best.pt in a run directory, or inf if it is missing.
 
     log.txt may contain a lower loss, if an earlier part of the run did not use --keep_best.
     """
@@ -203,8 +208,8 @@ def step_of(path):
 def list_model_files(source):
     """Returns the paths of files that no output may replace: all files of a run or an export.
 
-    source: the path of a checkpoint, a run or an export, or a name on the Hugging Face Hub. For
-    such a name, returns [].
+    source: the path of a checkpoint, a run or an export, or a name on the Hugging Face Hub. For a
+    name on the Hugging Face Hub, returns [].
     """
     path = Path(source)
     if not path.exists():
@@ -217,7 +222,7 @@ def list_model_files(source):
 
 
 def load_newest(directory, GPT):
-    """Returns the dict of the newest checkpoint in a run directory, or None without a checkpoint.
+    """Returns the dict of the newest checkpoint in a run directory, or None if there is none.
 
     All processes must call this function. GPT: the class of the model.
     """

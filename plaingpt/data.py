@@ -37,9 +37,9 @@ MAX_PERIOD = 100_000  # the order of the data sets repeats after at most this ma
 
 
 def read_shares(items):
-    """Returns {path: share} for the values of --data, PATH or PATH=WEIGHT. The shares add up to 1.
+    """Returns {path: share of the sequences} for the values of --data. The shares add up to 1.
 
-    A data set without a weight has weight 1.
+    items: the values, each PATH or PATH=WEIGHT. A data set without a weight has weight 1.
     """
     weights = {}
     for item in items:
@@ -159,14 +159,14 @@ def name_splits(path):
 class Sources:
     """The data sets that --data names, before they are opened.
 
-    items: values of --data, each PATH or PATH=WEIGHT. tokenizer: value of --tokenizer. The
-    attribute `tokenizer` is the Tokenizer of all data sets. The attribute `shares` is {path: share
-    of the sequences}, with Fractions that add up to 1.
+    items: values of --data, each PATH or PATH=WEIGHT. tokenizer, val_fraction: values of the flags
+    with these names. The attribute `tokenizer` is the Tokenizer of all data sets. The attribute
+    `shares` is {path: share of the sequences}, with Fractions that add up to 1.
     """
 
     def __init__(self, items, tokenizer=None, val_fraction=None):
-        # A notebook may start several runs, and the files may change between these runs, so their
-        # shards must be opened again.
+        # A notebook may start several runs, and shards may change between these runs. Therefore,
+        # each run opens its shards again.
         open_shard.cache_clear()
         self.items = items
         self.val_fraction = val_fraction
@@ -209,10 +209,10 @@ class Sources:
 def find_tokenizer(data, place=None):
     """Returns the Tokenizer of a data set.
 
-    If the data set names no tokenizer, returns the tokenizer of the flag --tokenizer. If this flag
-    is missing, too, returns gpt2 for shards, and bytes for a text file. place: value of
-    --tokenizer. Raises UserError if the data do not exist, or if the data set and the flag name
-    different tokenizers.
+    If the data set names no tokenizer, returns the tokenizer of the flag --tokenizer. If the flag
+    is missing, too, returns gpt2 for shards, and bytes for a text file. place: value of the flag.
+    Raises UserError if the data do not exist, or if the data set and the flag name different
+    tokenizers.
     """
     path = Path(data)
     if not (path.is_dir() or is_text_file(path) or find_index(path)):
@@ -225,7 +225,8 @@ def find_tokenizer(data, place=None):
         own = load_tokenizer(path)
         if name and own.name != name:
             raise UserError(
-                f"{data}: tokenizer.json is not {name}, which made the shards; move this file away"
+                f"{data}: tokenizer.json is not the tokenizer {name} of the shards; move this file "
+                "away"
             )
     elif name and not (given and given.name == name):
         with reading(find_meta(path), "restore it"):
@@ -241,9 +242,9 @@ def find_tokenizer(data, place=None):
 
 
 def check_gpt2_ids(path):
-    """Raises UserError if the ids of a data set are ids of bytes or characters, not of GPT-2.
+    """Raises UserError if the ids of a data set seem to be ids of bytes or characters.
 
-    GPT-2's ids below 256 are single bytes, and words have larger ids.
+    In GPT-2's vocabulary, words have ids of 256 or more, and the ids below 256 are single bytes.
     """
     for file in find_shards(path, "train")[:1]:
         ids = open_shard(file)[: 2**16]
@@ -285,7 +286,7 @@ class Data:
     def find_prompts(self, n):
         """Returns at most n validation pairs: [(ids of the prompt, ids of the response)].
 
-        Each is the first pair of a sequence, from the first sequence on. Without pairs, returns [].
+        Reads only the first pair of each sequence. If the data contain no pairs, returns [].
         """
         found = []
         for tokens in self.val:
@@ -297,7 +298,10 @@ class Data:
         return found
 
     def first_prompt(self, x, y):
-        """Returns (ids of the prompt, ids of the response). x, y: inputs and targets, (T,) each."""
+        """Returns the first pair of a sequence: (ids of the prompt, ids of the response).
+
+        x, y: the inputs and targets of the sequence, (T,) each.
+        """
         first = int((y != -100).argmax())  # this position predicts the first token of the response
         response = y[first:].tolist()
         # A response ends with end_of_text.

@@ -34,9 +34,9 @@ def reading(path, remedy="correct it", what="is damaged"):
     """Context manager that turns an exception while reading `path` into a UserError.
 
     The UserError contains `what` and `remedy`. But if the operating system cannot open the file,
-    the file may be valid, so the UserError contains a different remedy. Possible causes are a
-    missing permission, too many open files, or a file name that is not UTF-8, which PyTorch cannot
-    encode.
+    the file itself may be valid, so the UserError contains a different remedy. Possible causes are
+    a missing permission, too many open files, or a file name that is not UTF-8, which PyTorch
+    cannot encode.
 
     The block must contain only the code that reads the file. A user or another program may have
     written the file, and the libraries that read it raise exceptions of many kinds. All other code
@@ -79,7 +79,7 @@ def open_output(path):
     """Opens an output file for writing bytes, in a `with` block. path: the value of a flag.
 
     After the block, the new file replaces `path`, or the file to which the symbolic link `path`
-    points. If `path` is a device, such as /dev/stdout, the bytes are written to it directly.
+    points. If `path` is a device, such as /dev/stdout, the bytes go directly to the device.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -87,7 +87,7 @@ def open_output(path):
     return replacing(path.resolve())
 
 
-def lock(directory, flag, remedy="wait for it"):
+def lock(directory, flag, remedy="wait until it ends"):
     """Locks the file .lock in a directory until the returned file descriptor is closed.
 
     Raises UserError if another process holds the lock. flag, remedy: parts of the error message.
@@ -102,7 +102,8 @@ def lock(directory, flag, remedy="wait for it"):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise UserError(f"{flag} {directory}: another process uses it; {remedy}") from error
+        message = f"{flag} {directory}: another process uses this directory; {remedy}"
+        raise UserError(message) from error
     except (ImportError, OSError) as error:  # Windows and some network disks do not support locks
         print0(f"note: {directory} cannot be locked ({error}); start only one run there")
     return descriptor
@@ -111,7 +112,7 @@ def lock(directory, flag, remedy="wait for it"):
 def delete_temporary_files(directory):
     """Deletes the temporary files of a process that was killed while it wrote in this directory."""
     for temporary in Path(directory).glob("*.tmp"):
-        if re.fullmatch(r"[0-9a-f]{32}\.tmp", temporary.name):  # `replacing` named it
+        if re.fullmatch(r"[0-9a-f]{32}\.tmp", temporary.name):  # a name that `replacing` chose
             temporary.unlink()
 
 
@@ -176,9 +177,9 @@ def checksum_of_places(paths):
     """Returns one CRC-32 of 64 places in each of the files, as a hexadecimal string.
 
     A place is a block of 64 KiB. The places are evenly spaced from the start to the end of a file.
-    In a file of up to 4 MiB, they cover all bytes. In a larger file, the checksum takes almost no
-    time, but misses an edit between two places that does not change the file's size. Raises OSError
-    if a file cannot be read.
+    In a file of up to 4 MiB, the places cover all bytes. For a larger file, the checksum takes
+    almost no time, but misses an edit between two places that does not change the file's size.
+    Raises OSError if a file cannot be read.
     """
     crc = 0
     for path in paths:
@@ -216,8 +217,8 @@ def read_streams(path):
 def read_facts(path):
     """Returns the contents of run.json, as a dict.
 
-    The fields train_config, model_config and fingerprints are always dicts. They are empty if the
-    file does not exist, as in a run of build-nanogpt.
+    The fields train_config, model_config and fingerprints are always dicts. These dicts are empty
+    if the file does not exist, as in a run of build-nanogpt.
     """
     facts = read_json(path)
     with reading(path, "restore it"):

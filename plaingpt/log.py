@@ -49,7 +49,8 @@ class RunLog:
     """Writes the outputs of a run. Only rank 0 writes files and prints.
 
     All processes must create a RunLog. Rank 0 then locks the run directory, moves an old run aside,
-    and opens log.txt. RunLog is a context manager, which closes log.txt and unlocks the directory.
+    and opens log.txt. At the end of a `with` block, a RunLog closes log.txt and unlocks the
+    directory.
 
     flags: {name: value} of the flags on the command line. training: a Training. data: a Data. step:
     the step at which the run starts. The attribute `metrics` is {name: last value}.
@@ -61,15 +62,15 @@ class RunLog:
         self.flops_per_token = training.flops_per_token()
         self.peak_flops = peak_flops(self.process)
         self.metrics = {}
-        self.known = set()  # (step, name) of the numbers that an earlier run has written
-        self.written = (0, set())  # the last step, and the names that this run has written for it
+        self.known = set()  # (step, name) of the numbers that log.txt contains for the first step
+        self.written = (0, set())  # the current step, and the names of its numbers so far
         self.file = None  # log.txt, on rank 0
         self.trackers = []  # TensorBoard and Weights & Biases, on rank 0
         self.stack = contextlib.ExitStack()  # closes the files and unlocks the directory
-        # If an error occurs before the `with` block, this closes the files and unlocks the
+        # If an error occurs before the `with` block, the next line closes the files and unlocks the
         # directory, so that a notebook can start the next run.
         weakref.finalize(self, self.stack.close)
-        self.seconds_per_token = deque(maxlen=10)  # in the last ten steps
+        self.seconds_per_token = deque(maxlen=10)  # of the last ten steps
         self.n_skipped = 0  # steps with a non-finite gradient
         self.n_skipped_in_row = 0
         self.n_rises = 0  # how many times in a row the validation loss has risen
@@ -82,20 +83,20 @@ class RunLog:
         config = self.config
         for package in ("tensorboard", "wandb"):
             if getattr(config, package):
-                require(package)  # before any file is moved
+                require(package)  # fails before any file is moved
         directory = Path(config.log_dir)
         with writing(f"--log_dir {directory}"):
             directory.mkdir(parents=True, exist_ok=True)
-            remedy = "wait for it, or start the processes of one run with torchrun"
+            remedy = "wait until it ends, or start the processes of one run with torchrun"
             self.stack.callback(os.close, lock(directory, "--log_dir", remedy))
             delete_temporary_files(directory)
         check_newest(directory, config.resume, step)
         known = prepare_run_directory(directory, step)
         self.known = {(step, name) for name in known}
-        # Without a buffer, closing the file writes nothing, so it cannot fail on a full disk.
+        # Without a buffer, closing the file writes nothing, so close() cannot fail on a full disk.
         self.file = self.stack.enter_context(open(directory / "log.txt", "ab", buffering=0))
         if config.tensorboard or config.wandb:
-            from plaingpt.trackers import TensorBoard, WandB  # imported only when asked for
+            from plaingpt.trackers import TensorBoard, WandB  # imported only if needed
 
             if config.tensorboard:
                 self.trackers.append(TensorBoard(directory, step))
@@ -103,7 +104,8 @@ class RunLog:
                 self.trackers.append(WandB(directory, config, gpt_config))
             for tracker in self.trackers:
                 self.stack.callback(tracker.close)
-            # TensorBoard now hides the earlier values of this step, so they are sent again.
+            # On a resume, TensorBoard hides everything that the run logged at `step` and later,
+            # so send the values in `known` again.
             self.publish(step, known)
 
     def __enter__(self):
@@ -121,7 +123,7 @@ class RunLog:
             self.written = (step, set())
         for name in values:
             if name in self.written[1]:
-                raise ValueError(f"two metrics of step {step} have the name {name!r}; rename one")
+                raise ValueError(f"step {step} has two metrics named {name!r}; rename one of them")
             self.written[1].add(name)
         self.metrics.update(values)
         if not self.file:
@@ -192,13 +194,13 @@ class RunLog:
         return statistics.median(self.seconds_per_token) * tokens_left
 
     def write_validation(self, step, metrics):
-        """Writes and prints the result of a validation, {name: number}, see `validate`."""
+        """Writes and prints the metrics of a validation. metrics: the result of `validate`."""
         val = metrics["val"]
         self.n_rises = self.n_rises + 1 if val > self.metrics.get("val", math.inf) else 0
         self.write(step, **metrics)
         parts = [f"step {step}", f"val loss {val:.4f}", f"{metrics['bpb']:.4f} bits per byte"]
         for name, value in metrics.items():
-            if name not in ("val", "bpb"):  # for example val_code, of one data set in a mixture
+            if name not in ("val", "bpb"):  # such as val_code, the loss on one data set of several
                 parts.append(f"{name} {value:.4f}")
         print0(" | ".join(parts))
         if self.n_rises == 3:
@@ -233,14 +235,14 @@ class RunLog:
             return
         how = "done"
         if not is_complete:
-            how = f"stopped by a signal or --max_minutes; step {step} is saved, --resume continues"
+            how = f"stopped by a signal or --max_minutes; --resume continues from step {step}"
         skipped = f"{self.n_skipped} steps skipped; " if self.n_skipped else ""
         program = f"python generate.py --checkpoint {self.config.log_dir}"
         print0(f"{how}: {skipped}{program} generates text")
 
 
 def check_newest(directory, resume, step):
-    """Raises UserError if the newest checkpoint is not the one that this process has read.
+    """Raises UserError if this process has not read the newest checkpoint.
 
     Another process may have saved a newer checkpoint in the meantime. resume: whether the run
     continues an earlier run. step: the step of the checkpoint that this process has read, or 0.
@@ -312,8 +314,9 @@ def move_aside(directory):
 def write_facts(training, flags, data):
     """Writes run.json and changes.patch, so that a user can repeat the run.
 
-    changes.patch contains the uncommitted changes of tracked files; without such changes, there is
-    no such file. run.json lists the names of untracked files. The arguments are as in RunLog.
+    changes.patch contains the uncommitted changes of tracked files. If there are no changes, there
+    is no changes.patch. run.json lists the names of untracked files. The arguments are as in
+    RunLog.
     """
     config, process = training.config, training.process
     commit, untracked, changes = read_git()

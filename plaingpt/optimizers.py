@@ -8,12 +8,14 @@ from torch.utils._pytree import tree_map
 
 
 def names_of_groups(state):
-    """Returns a list of the parameter names in each group of an optimizer's state dict."""
+    """Returns a list of parameter names for each group in an optimizer's state dict."""
     return [group["param_names"] for group in state.get("param_groups", [])]
 
 
 def check_names(saved, names):
-    """Raises UserError unless the optimizers in a checkpoint have these parameters, in this order.
+    """Raises UserError unless the optimizers in a checkpoint have the parameters in `names`.
+
+    The order of the parameters must be the same, too.
 
     PyTorch identifies parameters only by their order. If a user swapped two layers of the same
     shape in model.py, PyTorch would give each layer the optimizer state of the other layer.
@@ -24,8 +26,8 @@ def check_names(saved, names):
     if [names_of_groups(state) for state in saved] != names:
         raise UserError(
             "--resume: the parameters of the optimizers in the checkpoint differ from model.py, or "
-            "have a different order; restore the model.py of that run; its directory may contain a "
-            "changes.patch"
+            "have a different order; restore the model.py of that run; the run directory may "
+            "contain a changes.patch"
         )
 
 
@@ -33,8 +35,8 @@ def load_optimizer(optimizer, saved):
     """Restores an optimizer from a state dict.
 
     Each parameter group keeps its current peak_lr and weight_decay, which the flags determine.
-    Every other hyperparameter, such as betas, comes from the checkpoint. A note says so if model.py
-    now sets a different value.
+    Every other hyperparameter, such as betas, comes from the checkpoint. If model.py now sets a
+    different value, this function prints a note.
     """
     groups = [dict(group) for group in optimizer.param_groups]  # as model.py and the flags set them
     optimizer.load_state_dict(saved)
@@ -48,19 +50,20 @@ def load_optimizer(optimizer, saved):
         print0(f"note: {name} of {type(optimizer).__name__} {text}")
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
-    # PyTorch's load_state_dict casts each tensor to the dtype of its parameter. If dtype and device
-    # are already right, it copies nothing, and the tensor still uses the memory of the file.
-    # Therefore, this loop copies each tensor, in the dtype of the checkpoint.
+    # PyTorch's load_state_dict casts each tensor to the dtype of its parameter. If a tensor already
+    # has the right dtype and device, PyTorch does not copy the tensor, which then still uses the
+    # memory of the file. Therefore, this loop copies each tensor, in the dtype of the checkpoint.
     for group, old in zip(optimizer.param_groups, saved["param_groups"]):
         for p, i in zip(group["params"], old["params"]):
             if i in saved["state"]:
-                values = saved["state"].pop(i)  # frees the memory of the values after their copy
+                # pop removes the values from `saved`, so their memory is freed after the copy.
+                values = saved["state"].pop(i)
                 optimizer.state[p] = tree_map(restore_value, values, optimizer.state[p])
 
 
 def restore_value(saved, loaded):
     """Returns a copy of a tensor from a state dict, on the device of the tensor `loaded`.
 
-    Returns any other value unchanged. loaded: the value that PyTorch has made from `saved`.
+    Returns any other value unchanged. loaded: the value that load_state_dict stored for `saved`.
     """
     return saved.to(loaded.device, copy=True) if torch.is_tensor(saved) else saved

@@ -98,8 +98,8 @@ def save_gpt2(model, directory, tokenizer, dtype=None):
         # could remain next to the new files.
         hf.to(dtype).save_pretrained(directory, max_shard_size=2**40)
     save_tokenizer(tokenizer, directory, block_size)
-    # save_pretrained lets only the owner read the weights. Everyone who may read config.json may
-    # also read the weights.
+    # save_pretrained lets only the owner read the weights. The next lines let everyone who may read
+    # config.json also read the weights.
     for path in Path(directory).glob("*.safetensors"):
         path.chmod(Path(directory, "config.json").stat().st_mode)
 
@@ -118,9 +118,9 @@ def make_hf_config(config, tokenizer):
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        # A pipeline of transformers puts the prefix before a prompt, and generate.py does the same.
-        # With byte tokens, no token ends a text, except in pairs ("lines"): there, a line break
-        # ends a text.
+        # A pipeline of transformers puts `prefix` before a prompt, and generate.py does the same.
+        # With byte tokens, no token ends a text, except in pairs ("lines"), where a line break ends
+        # a text.
         bos_token_id=end,
         eos_token_id=None if tokenizer.source == "bytes" else end,
         prefix=tokenizer.decode([end]),
@@ -170,7 +170,7 @@ def save_tokenizer(tokenizer, directory, block_size):
 def build_library(token_bytes, special):
     """Returns the tokenizer "gpt2" or "bytes" as an object of the package tokenizers.
 
-    token_bytes: the bytes of each id. special: {name: id} of special tokens.
+    token_bytes: the bytes of each token. special: {string: id} of special tokens.
     """
     bpe_encode = require("tiktoken._educational").bpe_encode
     letters = {byte: letter for letter, byte in BYTE_OF.items()}
@@ -180,8 +180,8 @@ def build_library(token_bytes, special):
     for token in token_bytes[: len(token_bytes) - len(special)]:  # special tokens come last
         names.append("".join(map(letters.get, token)))
         if len(token) > 1:
-            # The earlier tokens do not include this token, so BPE splits it into the two tokens of
-            # its merge.
+            # `ranks` does not contain this token yet, so BPE splits the token into the two tokens
+            # whose merge creates it.
             left, right = bpe_encode(ranks, token, visualise=None)
             merges.append((names[left], names[right]))
         ranks[token] = len(ranks)
@@ -203,7 +203,7 @@ def transpose_conv1d(weights):
 def load_model(name, GPT):
     """Returns (GPT in eval mode, Tokenizer). The arguments are as in read_weights."""
     config, weights, tokenizer = read_weights(name, GPT)
-    model = GPT(config).eval()  # config.dropout is 0, but an edited model.py may ignore it
+    model = GPT(config).eval()  # eval, in case an edited model.py ignores dropout 0
     model.load_state_dict(weights)
     return model, tokenizer
 
@@ -219,14 +219,14 @@ def read_weights(name, GPT):
     if paths:  # name is a run directory
         path = paths[-1]
     if path.suffix == ".safetensors" or path.name == "pytorch_model.bin":
-        raise UserError(f"{name}: give its directory, which also contains config.json")
+        raise UserError(f"{name}: give the directory of this file, which also contains config.json")
     if path.is_file():
         checkpoint = load_checkpoint(path, GPT)
         if "model_args" in checkpoint:  # from nanoGPT; build-nanogpt's GELU uses tanh
             print0("note: nanoGPT's GELU is exact, plainGPT's uses tanh; logits may differ by 0.01")
         return unpack(checkpoint, GPT)
     if name in ("scratch", "resume"):  # values of --init_from in nanoGPT
-        raise UserError(f"--init_from {name}: remove it for a new run; --resume continues a run")
+        raise UserError(f"--init_from {name}: for a new run, remove this flag; or use --resume")
     # A name such as openai-community/gpt2 refers to the Hugging Face Hub, unless a local directory
     # has this name.
     is_local = path.parent.is_dir() and path.parent.name != ""
@@ -241,6 +241,7 @@ def read_weights(name, GPT):
     tokenizer = load_tokenizer(path) if has_tokenizer else get_tokenizer("gpt2")
     if tokenizer.n_vocab > config.vocab_size:
         raise UserError(
-            f"{name}: the model has fewer ids than its tokenizer.json; correct this file"
+            f"{name}: the vocabulary of tokenizer.json is larger than the model's; correct "
+            "tokenizer.json"
         )
     return config, weights, tokenizer

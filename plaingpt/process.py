@@ -85,18 +85,18 @@ class Process:
         return self.sum(torch.tensor(float(flag))).item() > 0
 
     def raise_error(self, step):
-        """If a process could not read its data, raises the error of this process on all processes.
+        """If one process could not read its data, raises its error on all processes.
 
-        step: the last step that the run has saved, or 0.
+        step: the step of the newest checkpoint, or 0 if there is no checkpoint.
         """
         errors = [self.stop.error]
         if dist.is_initialized():
             errors = [None] * dist.get_world_size()
             dist.all_gather_object(errors, self.stop.error)
-        for error in (self.stop.error, *errors):  # first its own error, which has a traceback
+        for error in (self.stop.error, *errors):  # first the error of this process
             if error is not None:
                 if step > 0:
-                    print0(f"step {step} is saved; --resume continues")
+                    print0(f"a checkpoint is saved; --resume continues from step {step}")
                 raise error
 
     def barrier(self):
@@ -171,7 +171,7 @@ def on_rank0(function, *args, **kwargs):
 
 
 def check_equal(value, message):
-    """Raises a UserError with this message on all processes if they have different values."""
+    """Raises a UserError with the text `message` if the processes have different values."""
     if dist.is_initialized():
         values = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
@@ -180,7 +180,7 @@ def check_equal(value, message):
 
 
 def add_metrics(metrics, loss, more, weight):
-    """Adds the loss and the metrics of a micro-batch, times its weight, to the means of a step.
+    """Adds the weighted loss and the weighted metrics of a micro-batch to the means of a step.
 
     metrics: {name: mean}, changed in place. more: [{name: scalar tensor}], the third value that
     GPT.forward returns, or [] if GPT.forward returns only two values. weight: the weight of the

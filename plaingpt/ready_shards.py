@@ -2,8 +2,8 @@
 
 The shards are Andrej Karpathy's data set for llm.c: .bin files of 100 million tokens each, with the
 ids of GPT-2. An unfinished file has the name of the shard and the suffix .incomplete, so no program
-reads it as a shard. This file does not use huggingface_hub.hf_hub_download, because it would start
-an interrupted download again from the first byte.
+reads the file as a shard. This file does not use huggingface_hub.hf_hub_download, because that
+function would start an interrupted download again from the first byte.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def check_directory(directory):
     if find_meta(directory).exists():  # fineweb.py wrote it
         others.append(find_meta(directory))
     if others:
-        raise UserError(f"{others[0]}: belongs to other shards; use a new directory")
+        raise UserError(f"{others[0]}: belongs to different data; use a new directory")
 
 
 def list_sizes(names):
@@ -88,7 +88,7 @@ def download(path, size, bar):
         os.fsync(file.fileno())
     if not count_tokens(unfinished(path)):
         unfinished(path).unlink()
-        raise UserError(f"{path}: what arrived is not a whole shard; run the same command again")
+        raise UserError(f"{path}: the download is not a whole shard; run the same command again")
     os.replace(unfinished(path), path)
 
 

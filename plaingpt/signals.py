@@ -9,16 +9,16 @@ import time
 
 
 class Stopped(Exception):
-    """Raised to end validation, a benchmark or sampling without a result, as after a signal."""
+    """Raised to end validation, a benchmark or sampling early, for example after a signal."""
 
 
 class StopRequest:
     """Stores whether a run should save a checkpoint and stop.
 
     A run stops after a signal, at the time limit, or because this process cannot read its data. In
-    the last case, the error is stored until all processes have saved the last step.
+    the last case, `error` stores the exception until the run has saved a checkpoint.
 
-    next_batch: the Future of the batch that a thread reads, or None.
+    next_batch: the Future of the batch that a background thread reads, or None.
     """
 
     def __init__(self):
@@ -29,7 +29,7 @@ class StopRequest:
 
     @property
     def requested(self):
-        """Whether the run should end after this step. Waits until the next batch is read."""
+        """Whether the run should end after the current step. Waits until the next batch is read."""
         with self.reading():
             if self.next_batch is not None:
                 self.next_batch.result()
@@ -45,12 +45,13 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self, max_minutes=None):
-        """Context manager: after a signal, the run saves a checkpoint and ends.
+        """Context manager in which a signal makes the run save a checkpoint and end.
 
         The signals are SIGTERM, SIGINT and SIGHUP. A signal may arrive several times: a closing
         terminal often sends SIGHUP twice, and torchrun forwards a signal that a service manager has
         already sent to all processes. Only a second Ctrl-C (SIGINT) ends the program at once.
-        Python handles signals only in the main thread.
+        Outside the main thread, this method does not change what a signal does, because Python
+        handles signals only in the main thread.
 
         max_minutes: the time limit, counted from the call of this method, or None.
         """
@@ -59,8 +60,8 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGTERM", "SIGINT", "SIGHUP"):
                 number = getattr(signal, name, None)  # Windows has no SIGHUP
-                # If the process ignores a signal, this method does not change that: nohup, for
-                # example, starts a program that ignores SIGHUP.
+                # If the process already ignores a signal, the process continues to ignore this
+                # signal. For example, nohup starts a program that ignores SIGHUP.
                 if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                     old_handlers[number] = signal.signal(number, self.handle)
         try:
@@ -70,7 +71,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def handle(self, number, frame):
-        """Notes a signal, and prints what will happen. Python calls this method."""
+        """Stores that a signal came, and prints what happens next. Python calls this method."""
         is_first = not self.has_signal
         self.has_signal = True
         how_often = "twice"
@@ -79,7 +80,7 @@ class StopRequest:
             how_often = "again"
         if (is_first or number == signal.SIGINT) and os.environ.get("RANK", "0") == "0":
             message = (
-                "stopping: the run saves the last step, then ends; "
+                "stopping: the run saves a checkpoint, then ends; "
                 f"press Ctrl-C {how_often} to quit now\n"
             )
             with contextlib.suppress(OSError):

@@ -23,8 +23,8 @@ from plaingpt.terminal import print0
 import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
-# Common names of the end-of-text token. Of these names, the first one that the vocabulary of a
-# tokenizer.json contains is its end-of-text token.
+# Common strings of end-of-text tokens. The end-of-text token of a tokenizer.json is the first of
+# these strings that its vocabulary contains.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
 MERGES = Path(__file__).with_name("gpt2.tiktoken")
 # Before merging bytes, GPT-2 splits text into contractions, words, numbers, symbols and spaces.
@@ -40,23 +40,24 @@ BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
 
 @dataclass(eq=False, repr=False)  # eq=False keeps a Tokenizer hashable, for functools.cache
 class Tokenizer:
-    """Converts text to ids and ids to text. get_tokenizer and load_tokenizer create one."""
+    """Converts text to ids and ids to text. get_tokenizer and load_tokenizer return a Tokenizer."""
 
     name: str  # "gpt2", "bytes", or a description; tokenizers with equal names have equal tokens
     source: str  # the argument of get_tokenizer; checkpoints store this string
     token_bytes: list[bytes]  # the bytes of each id
-    special: dict[str, int]  # {name: id} of tokens that represent no text
+    special: dict[str, int]  # {string: id} of the special tokens, which represent no text
     # This id precedes every document, and generation starts from this id. For "bytes" and "lines",
-    # this id is the line break, which also occurs within text.
+    # end_of_text is the id of the line break, which also occurs within text.
     end_of_text: int
     json: Any = None  # the tokenizers.Tokenizer of a tokenizer.json
-    unknown: int | None = None  # the id of the token for text that the vocabulary lacks
+    unknown: int | None = None  # the id of the unknown token, for text that the vocabulary lacks
     joins_bytes: bool = True  # whether decoding only concatenates the bytes of the tokens
 
     def __post_init__(self):
         self.n_vocab = len(self.token_bytes)
         self.dtype = np.dtype("<u2" if self.n_vocab <= 2**16 else "<u4")  # dtype of ids in shards
-        # This mark is encoded as end_of_text. The mark is random, so no text contains it.
+        # `encode_documents` writes this mark for end_of_text. The mark is random, so no text
+        # contains the mark.
         self.mark = f"<|{uuid.uuid4()}|>"
         ends = [name for name, i in self.special.items() if i == self.end_of_text]
         self.new_names = dict.fromkeys(ends, self.mark)  # {} if end_of_text also occurs in text
@@ -65,7 +66,7 @@ class Tokenizer:
     def encoding(self):
         """The tiktoken.Encoding of "gpt2" or "bytes".
 
-        "bytes" has no merges, so the pattern does not change its tokens.
+        "bytes" has no merges, so PATTERN does not change the tokens of a text.
         """
         n = self.n_vocab - len(self.special)  # special tokens come last
         ranks = dict(zip(self.token_bytes, range(n)))
@@ -78,15 +79,15 @@ class Tokenizer:
 
     @functools.cached_property
     def encoder(self):
-        """A copy of `json` that encodes the name of end_of_text as ordinary text."""
+        """A copy of `json` that encodes the string of the end-of-text token as ordinary text."""
         return make_encoder(self.json, self.new_names)
 
     def encode(self, text):
         """Returns the ids of a string, as a list. Encodes "<|endoftext|>" as ordinary text.
 
-        Raises UserError as clean_text does.
+        Raises UserError for the same texts as clean_text.
         """
-        # A prompt that is not UTF-8 contains lone surrogates.
+        # A prompt that is not UTF-8 contains lone surrogates, which clean_text replaces.
         return self.encode_documents([clean_text(text)])[1:].tolist()
 
     def encode_documents(self, texts):
@@ -108,7 +109,7 @@ class Tokenizer:
     def decode(self, ids):
         """Returns the text of some ids. Invalid UTF-8 and ids outside the vocabulary become U+FFFD.
 
-        Ids outside the vocabulary exist in a model whose vocab_size is larger than n_vocab.
+        A model may generate ids outside the vocabulary if its vocab_size is larger than n_vocab.
         """
         if not self.joins_bytes:
             return self.json.decode(ids, skip_special_tokens=False)
@@ -116,11 +117,11 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def text_bytes(self, vocab_size):
-        """Returns the number of bytes of text per id, (vocab_size,) int64. It is 0 for special ids.
+        """Returns the number of bytes of text per id, (vocab_size,) int64.
 
-        All numbers are 0 if the bytes of a text may differ from the bytes of its tokens. For
-        example, WordPiece omits spaces, SentencePiece adds a space, and a normalizer replaces
-        characters.
+        The number is 0 for special tokens. All numbers are 0 if the bytes of a text may differ from
+        the bytes of its tokens. For example, WordPiece omits spaces, SentencePiece adds a space,
+        and a normalizer replaces characters.
         """
         sizes = np.zeros(vocab_size, np.int64)
         if self.json and not self.keeps_text():
@@ -149,7 +150,7 @@ class Tokenizer:
 
 
 def note_unknown(tokenizer, parts, what):
-    """If ids contain the unknown token, prints the fraction of ids that are this token.
+    """If ids contain the unknown token, prints the share of the ids that are the unknown token.
 
     parts: lists or arrays of ids. what: the name of the encoded text, for the message.
     """
@@ -158,7 +159,7 @@ def note_unknown(tokenizer, parts, what):
     n_unknown = sum(np.count_nonzero(np.equal(part, tokenizer.unknown)) for part in parts)
     if n_unknown:
         share = n_unknown / sum(map(len, parts))
-        print0(f"note: the tokenizer does not know {share:.1%} of {what}")
+        print0(f"note: {share:.1%} of the tokens of {what} are the unknown token")
 
 
 @functools.cache
@@ -197,8 +198,8 @@ def read_tokenizer_json(source):
     """Returns the Tokenizer of a tokenizer.json. Raises exceptions of many kinds.
 
     source: the contents of the file. Only plainGPT uses the key "end_of_text", which contains the
-    name of the end-of-text token if it is not in END_NAMES. If the file has the same tokens and ids
-    as the tokenizer "gpt2" or "bytes", returns that Tokenizer.
+    string of the end-of-text token if END_NAMES does not contain this string. If the file has the
+    same tokens and ids as the tokenizer "gpt2" or "bytes", returns the Tokenizer of that name.
     """
     settings = json.loads(source)
     end_name = settings.pop("end_of_text", None)
@@ -284,10 +285,11 @@ def omits_text(settings, vocab):
 
 
 def make_encoder(library, new_names):
-    """Returns a tokenizers.Tokenizer with the same ids, in which some tokens have new names.
+    """Returns a copy of a tokenizers.Tokenizer in which some tokens have new strings.
 
-    The new tokenizer encodes an old name in a text as ordinary text. Without new names, Unigram
-    would find the old name in its vocabulary. new_names: {old name: new name}.
+    The ids stay the same. If an old string occurs in a text, the copy encodes the old string as
+    ordinary text. Without the new strings, Unigram would find the old string in its vocabulary.
+    library: the tokenizers.Tokenizer. new_names: {old string: new string}.
     """
     settings = json.loads(library.to_str())
     model = settings["model"]
@@ -309,8 +311,9 @@ def make_encoder(library, new_names):
 def load_tokenizer(place, end_of_text=None):
     """Loads a Tokenizer.
 
-    place: "gpt2", "bytes", a tokenizer.json, a directory with this file, or a name on the Hugging
-    Face Hub. end_of_text: name of the end-of-text token, if it is not in END_NAMES.
+    place: "gpt2", "bytes", a tokenizer.json, a directory with a tokenizer.json, or a name on the
+    Hugging Face Hub. end_of_text: the string of the end-of-text token, if END_NAMES does not
+    contain this string.
     """
     if place in ("gpt2", "bytes"):
         known = get_tokenizer(place)
@@ -329,8 +332,9 @@ def load_tokenizer(place, end_of_text=None):
 def read_settings(place, end_of_text=None):
     """Returns the contents of a tokenizer.json, as a dict. Raises exceptions of many kinds.
 
-    The key "end_of_text" contains the argument end_of_text, or if it is None, the name that
-    export.py has stored in tokenizer_config.json. The arguments are as in load_tokenizer.
+    The key "end_of_text" contains the argument end_of_text. If the argument is None, the key
+    contains the string that export.py has stored in tokenizer_config.json. The arguments are as in
+    load_tokenizer.
     """
     path = Path(place)
     if not path.exists() and path.suffix != ".json" and place.count("/") < 2:
@@ -351,7 +355,7 @@ def read_settings(place, end_of_text=None):
 
 
 def convert_older_files(path):
-    """Converts vocab.json, merges.txt and added_tokens.json. Returns a tokenizer.json, as a dict.
+    """Converts vocab.json, merges.txt and added_tokens.json to a tokenizer.json. Returns a dict.
 
     path: the path of vocab.json. The other two files are in the same directory.
     """
@@ -370,8 +374,8 @@ def convert_older_files(path):
 def build_byte_level(vocab, merges, special):
     """Returns a byte-level BPE of the package tokenizers that splits text as GPT-2 does.
 
-    vocab: {token: id}. merges: pairs of tokens. Instead of these values, both may be paths of
-    files. special: names of special tokens.
+    vocab: {token: id}, or the path of a vocab.json. merges: pairs of tokens, or the path of a
+    merges.txt. special: the strings of special tokens.
     """
     library = require("tokenizers").ByteLevelBPETokenizer(vocab, merges)
     library.add_special_tokens(special)

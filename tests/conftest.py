@@ -178,8 +178,9 @@ def forget_steps_after(directory, step):
 
 
 def stopped_at(out):
-    """Returns the step of the checkpoint that a stopped run has saved. out: the run's output."""
-    return int(re.search(r"stopped by a signal or --max_minutes; step (\d+) is saved", out)[1])
+    """Returns the step of the last checkpoint of a stopped run, according to its output."""
+    text = r"stopped by a signal or --max_minutes; --resume continues from step (\d+)"
+    return int(re.search(text, out)[1])
 
 
 def everything_in(directory):

@@ -200,7 +200,7 @@ def test_a_checkpoint_of_another_model_is_one_sentence(copy):
         torch.save(saved | change, path)
         with pytest.raises(UserError) as error:
             load_model(path, GPT)
-        remedy = "restore the model.py of that run; its directory may contain a changes.patch"
+        remedy = "restore the model.py of that run; the run directory may contain a changes.patch"
         start, end = f"{path}: does not fit this model.py (", f"); {remedy}"
         text = str(error.value)
         assert text.startswith(start) and text.endswith(end) and "\n" not in text
@@ -530,8 +530,8 @@ def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
     _, err = program(*FLAGS, "--resume", **options, status=2)
     assert err.splitlines()[-1] == (
         "error: --resume: the parameters of the optimizers in the checkpoint differ from model.py, "
-        "or have a different order; restore the model.py of that run; its directory may contain a "
-        "changes.patch"
+        "or have a different order; restore the model.py of that run; the run directory may "
+        "contain a changes.patch"
     )
     assert everything_in(tmp_path / "run") == before
 

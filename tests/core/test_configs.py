@@ -84,15 +84,16 @@ def test_presets_of_gpt3(preset, millions, shards):
 
 def test_auto_preset_depends_on_the_data(tmp_path, monkeypatch, capsys, shards):
     monkeypatch.chdir(tmp_path)
-    hint = "steps; --preset chooses another one: mini is small, gpt2 is GPT-2 124M\n"
+    hint = "steps; --preset chooses a different preset: mini is small, gpt2 is GPT-2 124M\n"
     text = str(ROOT / "input.txt")
     _, c = configs()
     assert (c.preset, c.data, c.log_dir) == ("baby", [text], "log/baby")
-    assert capsys.readouterr().out == f"preset baby on {text} (256 ids), 2,700 {hint}"
+    assert capsys.readouterr().out == f"preset baby on {text} (vocabulary size 256), 2,700 {hint}"
     shards.rename(tmp_path / "edu_fineweb10B")
     _, c = configs()
     assert (c.preset, c.data) == ("mini", ["edu_fineweb10B"])
-    assert capsys.readouterr().out == f"preset mini on edu_fineweb10B (256 ids), 2,500 {hint}"
+    size = "(vocabulary size 256)"
+    assert capsys.readouterr().out == f"preset mini on edu_fineweb10B {size}, 2,500 {hint}"
     found = [configs("--preset", name)[1].data for name in ("gpt2", "mini", "finetune")]
     assert found == [["edu_fineweb10B"], [text], [text]]
 
@@ -156,8 +157,8 @@ def test_fine_tuning_has_a_recipe_of_its_own(tmp_path):
         1,
         cwd=tmp_path,
     )
-    assert out.startswith("preset finetune on my.txt (256 ids), 3 steps; --preset chooses ")
-    assert "starting from the weights in run\n32 channels: batch_size 16, max_lr 0.0288\n" in out
+    assert out.startswith("preset finetune on my.txt (vocabulary size 256), 3 steps; --preset ")
+    assert "weights in run\nsettings for 32 channels: batch_size 16, max_lr 0.0288\n" in out
     log = read_log(tmp_path / "log/finetune")
     assert float(log[3, "val"]) < float(log[0, "val"])
     run = tmp_path / "run"
@@ -176,7 +177,7 @@ def test_a_phase_that_is_longer_than_the_run_is_noted(name, capsys):
     configs("--preset", "baby", "--max_steps", "20", f"--{name}", "20")
     assert "note: --" not in capsys.readouterr().out
     configs("--preset", "baby", "--max_steps", "20", f"--{name}", "50")
-    assert f"note: --{name} is 50, so the run ends before this" in capsys.readouterr().out
+    assert f"note: --{name} is 50, but the run ends earlier\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_a_phase_that_is_longer_than_the_run_is_noted(name, capsys):
         ("--min_lr 1 --max_lr 0.1", "--min_lr 1.0: must be at most --max_lr, which is 0.1"),
         (
             "--vocab_size 255",
-            "--vocab_size 255: the tokenizer has 256 ids; give at least this number",
+            "--vocab_size 255: must be at least 256, the tokenizer's vocabulary size",
         ),
     ],
 )

@@ -229,7 +229,7 @@ def test_another_directory_of_hugging_face_is_refused(tmp_path, settings, messag
     ) as e:
         load_model(str(tmp_path), GPT)
     assert "\n" not in str(e.value)
-    with pytest.raises(UserError, match="model.safetensors: give its directory, which also"):
+    with pytest.raises(UserError, match="model.safetensors: give the directory of this file, "):
         load_model(str(tmp_path / "model.safetensors"), GPT)
 
 

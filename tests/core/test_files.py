@@ -109,7 +109,8 @@ def test_another_machine_sees_the_lock_on_nfs(tmp_path, monkeypatch):
     flock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
     descriptor = lock(tmp_path, "--log_dir")
-    with pytest.raises(UserError, match=f"--log_dir {tmp_path}: another process uses it; wait"):
+    message = f"--log_dir {tmp_path}: another process uses this directory; wait until it ends"
+    with pytest.raises(UserError, match=message):
         lock(tmp_path, "--log_dir")
     os.close(descriptor)
     os.close(lock(tmp_path, "--log_dir"))

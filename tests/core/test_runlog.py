@@ -419,7 +419,7 @@ def test_two_metrics_of_a_step_have_different_names(tmp_path):
     """For example, an edited model logs a metric with the name of the validation loss, "val"."""
     with open_log(log_dir=str(tmp_path)) as log:
         log.write_validation(3, dict(val=2.5, bpb=1.0))
-        with pytest.raises(ValueError, match="two metrics of step 3 have the name 'val'"):
+        with pytest.raises(ValueError, match="step 3 has two metrics named 'val'"):
             log.write(3, train=2.0, val=7.0)
         log.write(4, val=2.0)
     assert (tmp_path / "log.txt").read_text() == "3 val 2.5\n3 bpb 1\n4 val 2\n"

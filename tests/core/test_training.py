@@ -205,7 +205,7 @@ def test_ctrl_c_says_what_happens_and_can_be_forced(tmp_path, again):
     )
     wait_for(process, "step     0/")
     process.send_signal(signal.SIGINT)
-    wait_for(process, "stopping: the run saves the last step, then ends; press Ctrl-C again")
+    wait_for(process, "stopping: the run saves a checkpoint, then ends; press Ctrl-C again")
     if again:
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
@@ -229,7 +229,8 @@ def test_a_signal_in_the_last_step(tmp_path, monkeypatch, capsys):
     flags = [*TINY, "--max_steps", "2", "--val_every", "2", "--log_dir", "run"]
     train_gpt2.main(flags)
     assert names(tmp_path / "run", "*.pt") == ["model_000002.pt"]
-    assert "stopped by a signal or --max_minutes; step 2 is saved" in capsys.readouterr().out
+    text = "stopped by a signal or --max_minutes; --resume continues from step 2"
+    assert text in capsys.readouterr().out
     assert (2, "val") not in read_log(tmp_path / "run")
     train_gpt2.main([*flags, "--resume"])
     assert (2, "val") in read_log(tmp_path / "run")

@@ -97,6 +97,6 @@ def test_a_run_with_too_few_ids_is_refused_before_it_starts(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text("A boat came home. " * 999)
     flags = [*TINY, "--data", "t.txt", "--tokenizer", "gpt2", "--vocab_size", "50256"]
-    with pytest.raises(UserError, match="--vocab_size 50256: the tokenizer has 50,257 ids; give"):
+    with pytest.raises(UserError, match="--vocab_size 50256: must be at least 50,257, the"):
         train_gpt2.main(flags)
     assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]

@@ -96,7 +96,7 @@ def test_downloads_shards_that_train(files, tmp_path):
     assert " train_gpt2.py --preset gpt2 --data edu_fineweb10B --max_steps 2" in command
     flags = command.split()[8:]  # without --preset gpt2
     log, _ = train(*flags, "--warmup_steps", 1, "--n_embd", 8, cwd=tmp_path)
-    assert "preset baby on edu_fineweb10B (50,257 ids), 2 steps; " in log
+    assert "preset baby on edu_fineweb10B (vocabulary size 50,257), 2 steps; " in log
     assert "1,048,776 training tokens" in log and "step 2 | val loss 10.8" in log
 
 
@@ -167,7 +167,7 @@ def test_a_file_counts_only_when_it_is_whole(files, tmp_path):
     with stand_in_hub({REPO: files}, WithoutRanges) as (url, _):
         _, err = start(url, 2, tmp_path, status=2)
         assert err.splitlines()[-1] == (
-            f"error: edu_fineweb10B/{TRAIN[1]}: what arrived is not a whole shard; run the same "
+            f"error: edu_fineweb10B/{TRAIN[1]}: the download is not a whole shard; run the same "
             "command again"
         )
         assert names(out) == [TRAIN[0], VAL]
@@ -196,7 +196,7 @@ def test_a_directory_with_other_shards_is_refused(tmp_path, name):
     (tmp_path / VAL).write_bytes(b"")
     (tmp_path / name).write_bytes(b"")
     before = everything_in(tmp_path)
-    with pytest.raises(UserError, match=f"/{name}: belongs to other shards; use a new directory$"):
+    with pytest.raises(UserError, match=f"/{name}: belongs to different data; use a new dir"):
         download_ready(1, tmp_path, {})
     assert everything_in(tmp_path) == before
 
@@ -236,7 +236,7 @@ def test_flags_without_effect(tmp_path, capsys):
 def test_the_directory_is_locked(tmp_path, monkeypatch):
     monkeypatch.setattr("plaingpt.ready_shards.list_sizes", lambda names: dict.fromkeys(names, 0))
     descriptor = lock(tmp_path, "--output_dir")
-    with pytest.raises(UserError, match="another process uses it; wait for it"):
+    with pytest.raises(UserError, match="another process uses this directory; wait until it ends"):
         download_ready(1, tmp_path, {})
     assert descriptor and names(tmp_path) == []
 

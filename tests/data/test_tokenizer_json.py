@@ -174,27 +174,26 @@ def test_programs_note_how_much_of_a_text_is_unknown(tmp_path, capsys):
     tokenizer = load_tokenizer(tmp_path / "t.json")
     (tmp_path / "t.txt").write_text("The boats. 中文" * 200, "utf-8")
     open_splits(tmp_path / "t.txt", tokenizer)
-    text = "note: the tokenizer does not know {:.1%} of "
-    assert capsys.readouterr().out == f"{text.format(2 / 13)}{tmp_path}/t.txt\n"
+    note = "note: {:.1%} of the tokens of {} are the unknown token\n"
+    assert capsys.readouterr().out == note.format(2 / 13, f"{tmp_path}/t.txt")
     pair = dict(prompt="The boats. ", response="中文 ")
     write_lines(tmp_path / "p.jsonl", [pair] * 20)
     open_pairs(tmp_path / "p.jsonl", tokenizer, T=16)
-    assert capsys.readouterr().out == f"{text.format(2 / 14)}{tmp_path}/p.jsonl\n"
+    assert capsys.readouterr().out == note.format(2 / 14, f"{tmp_path}/p.jsonl")
     out = str(tmp_path / "s")
     flags = ["--tokenizer", str(tmp_path / "t.json"), "--output_dir", out, "--shard_size", "1301"]
     fineweb.main(["--input", str(tmp_path / "t.txt"), *flags])
-    # The first shard contains end_of_text and half of the document. The second shard contains the
-    # other half.
-    expected = [
-        f"{text.format(share)}{out}/s_{name}.npy"
-        for share, name in ((200 / 1301, "val_000000"), (200 / 1300, "train_000001"))
+    # In the first shard, end_of_text precedes the document.
+    lines = capsys.readouterr().out.splitlines(keepends=True)
+    assert [line for line in lines if "unknown" in line] == [
+        note.format(200 / 1301, f"{out}/s_val_000000.npy"),
+        note.format(200 / 1300, f"{out}/s_train_000001.npy"),
     ]
-    assert [line for line in capsys.readouterr().out.splitlines() if "know" in line] == expected
     generate.tokenize_prompt("The boats. 中文", tokenizer, 16)
-    assert capsys.readouterr().out == text.format(2 / 14) + "the prompt\n"
+    assert capsys.readouterr().out == note.format(2 / 14, "the prompt")
     examples = [Example(["The boats. "], ["中文 "])]
     make_rows(examples, tokenizer, GPTConfig())
-    assert capsys.readouterr().out == text.format(2 / 14) + "the examples\n"
+    assert capsys.readouterr().out == note.format(2 / 14, "the examples")
 
 
 def test_text_that_is_left_out_does_not_keep_its_neighbours_apart():
@@ -210,12 +209,13 @@ def test_an_unknown_token_is_counted(capsys):
     If the vocabulary contains all bytes, no token is the unknown token.
     """
     fallback = {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
-    for vocab, note in (({}, "50.0% of it\n"), (fallback, ""), ({**fallback, "<0xE4>": 999}, "")):
+    text = "note: 50.0% of the tokens of it are the unknown token\n"
+    for vocab, note in (({}, text), (fallback, ""), ({**fallback, "<0xE4>": 999}, "")):
         vocab = {"<unk>": 0, "</s>": 1, **vocab, "a": 300}
         model = hf.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
         tokenizer = load(hf.Tokenizer(model))
         note_unknown(tokenizer, [tokenizer.encode("a中"), tokenizer.encode("a文")], "it")
-        assert capsys.readouterr().out.removeprefix("note: the tokenizer does not know ") == note
+        assert capsys.readouterr().out == note
     tokenizer = load(byte_level(unk_token=END))  # end_of_text is never an unknown token
     assert tokenizer.unknown is None and tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 

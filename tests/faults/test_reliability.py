@@ -191,7 +191,7 @@ def test_a_signal_that_comes_several_times(tmp_path):
     (process,) = spawn(*flags, cwd=tmp_path)
     wait_for(process, "step     0/")
     process.send_signal(signal.SIGHUP)
-    wait_for(process, "stopping: the run saves the last step, then ends; press Ctrl-C twice")
+    wait_for(process, "stopping: the run saves a checkpoint, then ends; press Ctrl-C twice")
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         process.send_signal(number)
     out, _ = process.communicate(timeout=60)
@@ -579,7 +579,7 @@ def test_a_wrong_id_in_the_middle_of_a_shard(tmp_path, layout):
     np.save(tmp_path / "shards/a_train_000001.npy", ids)
     out, err = program(*flags, *large, **options, status=2)
     assert err.startswith("error: --data shards, train split: id 999 is outside the vocabulary; ")
-    assert "step 5 is saved; --resume continues" in out
+    assert "a checkpoint is saved; --resume continues from step 5" in out
     assert names(tmp_path / "run", "*.pt") == ["model_000005.pt"]
     good.rename(tmp_path / "shards/a_train_000001.npy")
     out, _ = program(*flags, *large, "--resume", **options)
@@ -665,7 +665,7 @@ def test_two_runs_in_one_directory(tmp_path):
     wait_for(first, "step     4/")
     for more in ([], ["--resume"]):
         _, err = program(*flags, *more, cwd=tmp_path, status=2)
-        assert "run: another process uses it; wait for it, or start the processes of one run" in err
+        assert "run: another process uses this directory; wait until it ends, or start" in err
     first.send_signal(signal.SIGHUP)  # as if the terminal were closed
     out, _ = first.communicate(timeout=60)
     step = stopped_at(out)
@@ -685,7 +685,8 @@ def test_a_second_fineweb_in_a_directory(tmp_path):
     flags = ["--input", "a.txt", "--output_dir", "out"]
     descriptor = lock(tmp_path / "out", "--output_dir")
     _, err = program(*flags, cwd=tmp_path, program="fineweb.py", status=2)
-    assert err == "error: --output_dir out: another process uses it; wait for it\n"
+    message = "another process uses this directory; wait until it ends"
+    assert err == f"error: --output_dir out: {message}\n"
     os.close(descriptor)
     program(*flags, cwd=tmp_path, program="fineweb.py")
     assert names(tmp_path / "out", "*.tmp") == ["notes.2024.1.tmp"]
@@ -845,7 +846,7 @@ def test_unknown_text_is_counted(tmp_path):
     )
     (tmp_path / "a.txt").write_text("a b a<|endoftext|>a b b")  # 8 tokens: 6 words, and 2 x </s>
     out, _ = program(*SHARDS, "a.txt", "--tokenizer", "t.json", cwd=tmp_path, program="fineweb.py")
-    assert "note: the tokenizer does not know 37.5% of out/out_val_000000.npy\n" in out
+    assert "note: 37.5% of the tokens of out/out_val_000000.npy are the unknown token\n" in out
 
 
 @pytest.mark.slow
@@ -954,7 +955,7 @@ CASES = {
         ("--n_head 3", "--n_head 3: must be a divisor of --n_embd, which is 128"),
         (
             "--vocab_size 100",
-            "--vocab_size 100: the tokenizer has 256 ids; give at least this number",
+            "--vocab_size 100: must be at least 256, the tokenizer's vocabulary size",
         ),
         (
             "--n_embd 100000000000000000",
@@ -971,12 +972,12 @@ CASES = {
         ("--data text.txt=0", "text.txt=0: give a weight above 0, such as 0.5"),
         (
             "--data own",
-            "own: tokenizer.json is not bytes, which made the shards; move this file away",
+            "own: tokenizer.json is not the tokenizer bytes of the shards; move this file away",
         ),
         ("--data meta", "unknown tokenizer '[7]'; copy its tokenizer.json next to the shards"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),
         ("--init_from missing.pt", "missing.pt: no such checkpoint ... give another file"),
-        ("--init_from scratch", "--init_from scratch: remove it for a new run"),
+        ("--init_from scratch", "--init_from scratch: for a new run, remove this flag"),
         ("--init_from=", "--init_from: is empty; give a value, or remove this flag"),
         (
             "--init_from log/baby --n_layer 3",

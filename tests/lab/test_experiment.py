@@ -593,7 +593,7 @@ def test_a_signal_reaches_the_runs_once(clone):
     running.communicate(timeout=60)
     assert running.returncode == 128 + signal.SIGINT and verdict.read_text() == ""
     for name in started:
-        assert "is saved" in (lab_directory / name / "output.txt").read_text()
+        assert "--resume continues" in (lab_directory / name / "output.txt").read_text()
         assert list((lab_directory / name).glob("model_*.pt"))
 
 
