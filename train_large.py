@@ -79,9 +79,9 @@ def choose_training(config):
 
 
 class ShardedTraining(Training):
-    """A model that FSDP and tensor parallelism split over processes.
+    """Trains a model that FSDP and tensor parallelism split over processes.
 
-    Its parameters are DTensors: a process holds a part of each tensor.
+    The parameters are DTensors: each process holds a part of each tensor.
     """
 
     muon_class = ShardedMuon
@@ -100,8 +100,8 @@ class ShardedTraining(Training):
         # Without this setting, NCCL warns about the messages between pipeline stages.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         process = Training.setup(config)
-        # glibc returns freed blocks of 128 KiB or more to the operating system again. FSDP often
-        # frees whole tensors, and if glibc kept their memory, the memory would fragment.
+        # With this limit, glibc again returns freed blocks of 128 KiB or more to the operating
+        # system. FSDP often frees whole tensors. If glibc kept the freed memory, it would fragment.
         keep_freed_memory(2**17)
         n_shares = world_size // n_parts
         print0(
@@ -127,7 +127,10 @@ class ShardedTraining(Training):
         return self.raw_model, self.raw_model.hidden  # split_model has compiled each block
 
     def fit_batch_size(self, T):
-        """Keeps batch_size, because if one process ran out of memory, the others would wait."""
+        """Does not search for a batch_size.
+
+        In such a search, if one process ran out of memory, the other processes would wait forever.
+        """
 
     def sync_gradients(self, is_on):
         self.raw_model.set_requires_gradient_sync(is_on)  # a method of FSDP
@@ -156,7 +159,7 @@ class ShardedTraining(Training):
         return tensor.cpu() if self.keeps_state() else None
 
     def keeps_state(self):
-        """Returns whether this process is the first process of a pipeline stage."""
+        """Returns whether this process keeps the state: on each stage, the first process does."""
         return dist.get_rank() % (self.process.n_processes // self.config.pp) == 0
 
     def own_part(self, optimizer, saved):
@@ -164,7 +167,7 @@ class ShardedTraining(Training):
 
 
 class PipelineTraining(ShardedTraining):
-    """A model whose blocks are split over the stages of a pipeline. raw_model is a Pipeline."""
+    """Trains a model whose blocks are split over stages of a pipeline. raw_model is a Pipeline."""
 
     def __init__(self, gpt_config, config, process, weights=None):
         super().__init__(gpt_config, config, process, weights)

@@ -78,7 +78,7 @@ def check_tensor_parallel(model, mesh, device):
             found["loss"].backward()
     torch.set_float32_matmul_precision(precision)
     # Each process has its own copy of a parameter that is not split, so possibly only one process
-    # finds a problem. Then, all processes raise the error.
+    # finds a problem. In this case, all processes raise the error.
     problem = compare_metrics(found, expected)
     wrong = find_wrong_gradient(part, whole, mesh)  # all processes must call this function
     if wrong and not problem:
@@ -114,7 +114,7 @@ def find_wrong_gradient(part, whole, mesh):
 
 
 def make_small_batch(config):
-    """Returns the inputs and targets of a small GPT, (2, 16) each. config: its GPTConfig."""
+    """Returns random inputs and targets, (2, 16) each. config: the GPTConfig of the small GPT."""
     idx = torch.randint(config.vocab_size, (2, 17))
     return idx[:, :-1], idx[:, 1:]
 
@@ -122,9 +122,9 @@ def make_small_batch(config):
 def make_small_gpt(GPT, config, flag):
     """Returns a small GPT with random parameters, to test an edited model.py.
 
-    The context of the small GPT has 16 tokens, and its vocabulary has 64 ids per head, so tensor
-    parallelism can split the vocabulary evenly. config: the GPTConfig of the real model. flag: --tp
-    or --pp, for the message.
+    The block_size of the small GPT is 16. Its vocabulary size is 64 x n_head, so tensor parallelism
+    can split the vocabulary evenly. config: the GPTConfig of the real model. flag: --tp or --pp,
+    for the message.
     """
     n = config.n_head
     shape = dict(n_embd=4 * n, vocab_size=64 * n, block_size=16, dropout=0.0)

@@ -5,7 +5,7 @@ import torch.nn as nn
 
 
 def norm_of(parameters):
-    """Returns the total gradient norm of these parameters. A DTensor counts with all its parts."""
+    """Returns the global gradient norm of `parameters`, including the parts on other processes."""
     return nn.utils.get_total_norm([p.grad for p in parameters]).full_tensor()
 
 

@@ -1,6 +1,6 @@
-"""The cross-entropy with tensor parallelism: each process computes the logits of some token ids.
+"""The cross-entropy with tensor parallelism, which splits the vocabulary over processes.
 
-Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3.
+Source: Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3.
 """
 
 import math
@@ -13,20 +13,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 
 class ParallelCrossEntropy(ChunkedCrossEntropy):
-    """Cross-entropy of an output head whose rows are split over the processes of a mesh.
+    """Computes the cross-entropy of an output head whose rows are split over a mesh of processes.
 
-    A process stores only the logits of one chunk of positions, for its own token ids. The backward
-    pass recomputes the logits.
+    Each process computes the logits of its part of the vocabulary, one chunk of positions at a
+    time, and stores only the logits of one chunk. The backward pass recomputes the logits.
     """
 
     def __init__(self, vocab_size, mesh):
         super().__init__(vocab_size)
         self.mesh = mesh
         rows_per_process = math.ceil(vocab_size / mesh.size())
-        self.first_id = rows_per_process * mesh.get_local_rank()  # the first id of this process
+        # The part of the vocabulary on this process begins with this id.
+        self.first_id = rows_per_process * mesh.get_local_rank()
 
     def losses(self, x, targets, counted, head):
-        """Returns the same as the base class. If `head` is a weight, it is a DTensor here."""
+        """Returns the same results as ChunkedCrossEntropy.losses. A weight `head` is a DTensor."""
         if not torch.is_tensor(head):  # a function, which returns the logits of all ids
             return super().losses(x, targets, counted, head)
         weight = head.to_local()  # (V of this process, C)
@@ -50,9 +51,9 @@ class ParallelCrossEntropy(ChunkedCrossEntropy):
         return losses, losses.sum() / counted.sum().clamp(min=1)  # 0 if no target is counted
 
     def max_of_all(self, x):
-        """Returns the maximum over the processes. x: a tensor without a gradient."""
+        """Returns the elementwise maximum of x over the processes. x has no gradient."""
         return DTensor.from_local(x, self.mesh, [Partial("max")]).full_tensor()
 
     def sum_of_all(self, x):
-        """Returns the sum over the processes. The gradient of x is the gradient of the sum."""
+        """Returns the sum of x over the processes. The gradient of x is the gradient of the sum."""
         return DTensor.from_local(x, self.mesh, [Partial()]).full_tensor()

@@ -20,4 +20,5 @@ class ShardedMuon(Muon):
         return distribute_tensor(x.contiguous(), p.device_mesh, p.placements, src_data_rank=None)
 
     def orthogonalize(self, stack):
-        return orthogonalize(stack)  # not shared: each pipeline stage has different matrices
+        # The processes do not share the work, because each pipeline stage has different matrices.
+        return orthogonalize(stack)

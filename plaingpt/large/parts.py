@@ -20,19 +20,19 @@ def fill_split_model(part, meta_gpt, weights, seed, device):
     """Allocates the parameters and buffers of a split model on the device, and fills them.
 
     Creates one whole layer at a time, so no process ever holds the whole model in memory. Each
-    process draws the random numbers of all layers, and keeps its own part of them. Therefore, the
-    initialization depends only on the seed, not on how the model is split.
+    process draws the random numbers of all layers, and keeps its own part of each layer. Therefore,
+    the initialization depends only on the seed, not on how the model is split.
 
     part: the GPT of this process, on the meta device. meta_gpt: the result of make_whole_gpt. If
-    weights are given, it may be any GPT of the same class and config. weights: a state dict, or
-    None for GPT-2's initialization. Raises UserError if the device has too little memory.
+    weights are given, meta_gpt may be any GPT of the same class and config. weights: a state dict,
+    or None for GPT-2's initialization. Raises UserError if the device has too little memory.
     """
 
     @functools.cache
     def constructed():
         """Builds the whole GPT. Returns all its parameters and buffers: {name: tensor}.
 
-        Some of them may be initialized only in the constructor of their module.
+        Some parameters and buffers may be initialized only in the constructor of their module.
         """
         with (
             memory_advice(
@@ -51,12 +51,12 @@ def fill_split_model(part, meta_gpt, weights, seed, device):
         for name, whole in values:
             if name in own:
                 sliced = slice_like(own[name], name, whole.detach(), device)
-                # The tied weights stay tied.
+                # swap_tensors keeps tied weights tied.
                 torch.utils.swap_tensors(own[name], torch.nn.Parameter(sliced))
     for name, buffer in list(part.named_buffers()):
         whole = weights[name] if weights and name in weights else constructed()[name]
         layer, _, attribute = name.rpartition(".")
-        # The module has a buffer of this name, so setattr stores the tensor as a buffer.
+        # The module has a buffer named `attribute`, so setattr stores the tensor as a buffer.
         setattr(part.get_submodule(layer), attribute, whole.to(device, buffer.dtype, copy=True))
 
 
@@ -118,7 +118,7 @@ def names_by_number(state):
 
 
 def slice_state(optimizer, saved):
-    """Slices the tensors of a state dict like the parameters of an optimizer.
+    """Slices the tensors of a state dict in the same way as the parameters of an optimizer.
 
     saved: the state dict. Returns a new state dict.
     """
@@ -131,7 +131,7 @@ def slice_state(optimizer, saved):
 
 
 def slice_values(values, p, name):
-    """Slices the values that an optimizer stores for parameter p. name: the name of p.
+    """Slices the values that an optimizer stores for a parameter p. name: the name of p.
 
     A tensor whose shape is not the shape of p, such as AdamW's step count, stays whole.
     """
@@ -145,8 +145,9 @@ def slice_values(values, p, name):
 
 
 def restore_qkv(state, n_parts):
-    """Undoes the order of rows that tensor parallelism needs for query, key and value, in place.
+    """Restores the original order of the rows of query, key and value, in place.
 
+    Tensor parallelism needs a different order, see reorder_rows.
     state: a result of Training.state_dict. n_parts: the number of processes of tensor parallelism.
     """
     model = state["model"]
@@ -162,9 +163,9 @@ def restore_qkv(state, n_parts):
 
 
 def restore_rows(values, shape, n_parts):
-    """Restores the original order of the rows of each tensor with this shape.
+    """Restores the original order of the rows in each tensor whose shape is `shape`.
 
-    values: what an optimizer stores for a parameter, or a tensor. n_parts: as in restore_qkv.
+    values: a tensor, or what an optimizer stores for a parameter. n_parts: as in restore_qkv.
     """
 
     def restore(tensor):
@@ -180,7 +181,7 @@ def join_stages(stages, meta_gpt):
     """
     model = {}
     for state in stages:
-        # If several stages contain the same module, only the last stage uses it.
+        # If several stages contain the same module, only the last stage uses the module.
         model.update(state["model"])
     if meta_gpt.lm_head.weight is meta_gpt.transformer.wte.weight:
         model["lm_head.weight"] = model["transformer.wte.weight"]
@@ -193,7 +194,8 @@ def join_stages(stages, meta_gpt):
 def join_optimizer(states, meta_gpt):
     """Joins the state dicts that one optimizer has on the stages. Returns one state dict.
 
-    The result numbers the parameters as in a run with one process. states: one per stage.
+    The result numbers the parameters as in a run with one process. states: the state dict of each
+    stage.
     """
     values = {}  # {name of a parameter: its values}, and the values that belong to no parameter
     for state in states:
@@ -212,9 +214,9 @@ def join_optimizer(states, meta_gpt):
 
 
 def join_names(stages, meta_gpt):
-    """Joins the parameter names of one group. stages: a list of names for each stage.
+    """Joins the parameter names of one group. Returns one list, in the order of the whole model.
 
-    Returns one list, in the order of the whole model.
+    stages: for each stage, the list of parameter names of the group.
     """
     found = set(itertools.chain(*stages))
     return [name for name, _ in meta_gpt.named_parameters() if name in found]

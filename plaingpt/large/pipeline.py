@@ -28,9 +28,10 @@ class Pipeline(nn.Module):
         self.is_first = self.index == 0
         self.is_last = self.index == self.n_stages - 1
         self.size = None  # (n_micro, B, T) of the previous step
-        self.schedule = None  # PyTorch's schedule for this size, with buffers for all micro-batches
+        self.schedule = None  # PyTorch's schedule for `size`, with buffers for all micro-batches
         self.names = None  # names of the metrics, in the order in which their values are sent
-        # If embedding and head are one matrix, the first and the last stage each hold a copy of it.
+        # If embedding and head are one matrix, the first and the last stage each hold a copy of the
+        # matrix.
         self.has_tied = is_tied and (self.is_first or self.is_last)
         ends = mesh.mesh.flatten(1)[[0, -1]].t()  # (pipelines, 2): ranks of first and last stage
         self.tied_group, _ = dist.new_subgroups_by_enumeration(ends.tolist())
@@ -46,7 +47,7 @@ class Pipeline(nn.Module):
         return self.part.state_dict(**options)
 
     def configure_optimizers(self, *args):
-        """Returns the optimizers for the parameters of this process. Arguments: as in GPT."""
+        """Returns the optimizers for the parameters of this process. args: as in model.py."""
         return self.part.configure_optimizers(*args)
 
     def forward(self, micro_batches, weights, scaler):
@@ -107,7 +108,7 @@ class Pipeline(nn.Module):
         return Schedule1F1B(stage, n_micro, scaled_loss, scale_grads=False)
 
     def gather_stages(self, value):
-        """Returns the values of all stages, in a list. All stages must call this method."""
+        """Returns a list with the `value` of each stage. All stages must call this method."""
         values = [None] * self.n_stages
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -131,7 +132,7 @@ class Pipeline(nn.Module):
         return self.on_stage(self.n_stages - 1, shape, "loss", x, targets, reduction)
 
     def on_stage(self, index, shape, method, *args, **kwargs):
-        """Calls a method of stage `index`. All stages return its result, which has this shape."""
+        """Calls a method on stage `index`. All stages return the result, whose shape is `shape`."""
         if index == self.index:
             result = self.stage.call(method, *args, **kwargs).float().contiguous()
         else:
@@ -165,19 +166,19 @@ class Stage(nn.Module):
             return loss
 
     def call(self, method, *args, **kwargs):
-        """Calls a method of the part. Before the call, FSDP all-gathers the part's parameters."""
+        """Calls a method of `part`. Before the call, FSDP all-gathers the parameters of `part`."""
         return getattr(self.part, method)(*args, **kwargs)
 
 
 def send_to_rank0(stage, value, pipeline):
-    """Sends a value from one stage to rank 0. All stages must call this function.
+    """Sends a value from the stage with the index `stage` to rank 0. All stages must call this.
 
-    value: on this stage, a tensor, or dicts and lists with tensors; ignored on other stages. Rank 0
-    returns the value, with its tensors on the CPU. Other ranks return None.
+    value: on the sending stage, a tensor, or dicts and lists with tensors. Other stages pass None.
+    Rank 0 returns the value, with its tensors on the CPU. Other ranks return None.
     """
     tensors = tree_leaves(value)
     # First sends copies on the meta device, which tell rank 0 the shapes and dtypes. Then sends one
-    # tensor after the other, because pickling them would take several times as long.
+    # tensor after the other, because pickling all tensors would take several times as long.
     outline = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), value)
     leaves, spec = tree_flatten(pipeline.gather_stages(outline)[stage])
     device = pipeline.process.device
@@ -191,7 +192,7 @@ def send_to_rank0(stage, value, pipeline):
 
 
 class NoPositions(nn.Module):
-    """Replaces wpe on later stages: their input already contains the position embedding."""
+    """Replaces wpe on each stage except the first: later inputs already contain the positions."""
 
     def forward(self, pos):
         return 0

@@ -29,5 +29,6 @@ class SplitProcess(Process):
         """Sums a tensor over the shares of the data."""
         tensor = tensor.to(self.device, copy=True)  # a copy, because the next lines change it
         dist.all_reduce(tensor)
-        # The n_parts processes of a share have equal values, and all_reduce has added each of them.
+        # The n_parts processes of a share have equal values, and all_reduce has added all n_parts
+        # values.
         return tensor.div_(self.n_parts)

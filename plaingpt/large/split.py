@@ -46,8 +46,7 @@ def cut_model(model, config, process):
         )
     if model.config.n_head % config.tp:
         raise UserError(
-            f"--tp {config.tp}: must divide --n_head, which is {model.config.n_head}; give a "
-            "divisor of it"
+            f"--tp {config.tp}: must be a divisor of --n_head, which is {model.config.n_head}"
         )
     check_shared(model, config)
     if config.pp > 1:
@@ -56,7 +55,8 @@ def cut_model(model, config, process):
     # Tensor parallelism communicates most, so the processes of its groups have consecutive ranks.
     shape = (config.pp, process.world_size, config.tp)
     mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-    # If a process failed below while others still connect to the mesh, these would fail, too.
+    # If one process failed below while other processes still connect to the mesh, these other
+    # processes would fail, too.
     process.barrier()
     # torch.compile does not accept two mesh objects of the same processes, so use one object twice.
     tp_mesh = mesh["tp"]
@@ -85,7 +85,7 @@ def list_blocks(model):
 
 
 def check_shared(model, config):
-    """Raises UserError if two modules share a parameter, and the split separates these modules.
+    """Raises UserError if the split would separate two modules that share a parameter.
 
     Embedding and head may share their matrix, because PyTorch and Pipeline handle this case.
     """
@@ -106,8 +106,8 @@ def check_shared(model, config):
         in_two_layers = config.tp > 1 and len(layers_of[p]) > 1 and name != "lm_head.weight"
         if first != name and (in_two_stages or in_two_blocks or in_two_layers):
             raise UserError(
-                f"{first} and {name} are the same parameter, which a split model cannot share; "
-                "use train_gpt2.py"
+                f"{first} and {name} are the same parameter, but a split model cannot share a "
+                "parameter between these two modules; use train_gpt2.py"
             )
 
 
@@ -126,7 +126,7 @@ def silence_warnings():
 
 
 def apply_fsdp(root, blocks, mesh, process):
-    """Shards the parameters of a model over a mesh, which also averages the gradients."""
+    """Shards the parameters of a model over a mesh. FSDP averages the gradients over the mesh."""
     # FSDP all-gathers blocks in the dtype of their matrix multiplications, and so rounds even the
     # weights of norms. On a CPU, FSDP all-gathers in float32, because layer_norm on a CPU rejects
     # bfloat16 weights if the residual stream is float32.

@@ -1,6 +1,7 @@
 """Tensor parallelism: the processes of a group compute different heads, and parts of the MLP.
 
-Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. This file says how PyTorch splits each layer.
+Source: Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053. In this file, PLAN
+says how to split each layer, and PyTorch splits the layers.
 """
 
 from plaingpt.errors import UserError
@@ -80,11 +81,11 @@ def keep_whole(module, mesh):
 
 
 def is_qkv(name):
-    """Returns whether a parameter stacks the rows of query, key and value. name: its name.
+    """Returns whether a parameter stacks the rows of query, key and value.
 
     A whole tensor contains all rows of q, then all rows of k, then all rows of v. Tensor
-    parallelism reorders the rows into one part per process, with the rows of q, k and v of its own
-    heads.
+    parallelism reorders the rows into one part per process, which contains the rows of q, k and v
+    of the heads of that process. name: the name of the parameter.
     """
     layer = name.rpartition(".")[0].rpartition(".")[2]
     return PLAN.get(layer) == "qkv"

@@ -256,7 +256,7 @@ def test_an_auxiliary_loss_in_forward_is_trained(tmp_path, alone):
     [
         (
             TP,
-            "--tp 2: must divide --n_head, which is 3; give a divisor of it",
+            "--tp 2: must be a divisor of --n_head, which is 3",
         ),
         (PP, "--pp 2: is above --n_layer 1; give fewer stages"),
     ],
