@@ -2,7 +2,7 @@
 
 The table contains a row for each byte. Each row contains a score for each byte that may come next.
 Training changes the scores until they fit the text. docs/lesson.md explains all programs of the
-lesson. Run them in the root directory of the repository, which contains input.txt:
+lesson. Run the programs in the root directory of the repository, which contains input.txt:
 
   python lesson/01_bigram.py
 

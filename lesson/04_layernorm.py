@@ -71,12 +71,12 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = self.c_attn(x).chunk(3, dim=2)  # (B, T, C) each
-        # The score in row i and column j says how well query i matches key j. It is a sum of C
-        # products. If the numbers in q and k are random, with mean 0 and standard deviation 1, the
-        # sum has a standard deviation of sqrt(C). For such large scores, softmax would give one
-        # position almost all the weight, and its gradient would be almost 0. So divide by sqrt(C).
+        # The score in row i and column j says how well query i matches key j. A score is a sum of
+        # C products. If q and k contain random numbers with mean 0 and standard deviation 1, the
+        # sum has a standard deviation of sqrt(C). For such large scores, one position would get
+        # almost all the weight, and the gradient of softmax would be near 0. So divide by sqrt(C).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, T, T)
-        is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
+        is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True above the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
         y = scores.softmax(dim=-1) @ v  # (B, T, C)
         return y

@@ -76,12 +76,12 @@ class CausalSelfAttention(nn.Module):
         q = q.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
         v = v.view(B, T, n_head, C // n_head).transpose(1, 2)  # (B, nh, T, hs)
-        # The score in row i and column j says how well query i matches key j. It is a sum of hs
-        # products. If the numbers in q and k are random, with mean 0 and standard deviation 1, the
-        # sum has a standard deviation of sqrt(hs). For such large scores, softmax would give one
-        # position almost all the weight, and its gradient would be almost 0. So divide by sqrt(hs).
+        # The score in row i and column j says how well query i matches key j. A score is a sum of
+        # hs products. If q and k contain random numbers with mean 0 and standard deviation 1, the
+        # sum has a standard deviation of sqrt(hs). For such large scores, one position would get
+        # almost all the weight, and the gradient of softmax would be near 0. So divide by sqrt(hs).
         scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))  # (B, nh, T, T)
-        is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True right of the diagonal
+        is_later = torch.ones(T, T, dtype=torch.bool).triu(1)  # (T, T); True above the diagonal
         scores = scores.masked_fill(is_later, -math.inf)  # softmax turns -inf into a weight of 0
         y = scores.softmax(dim=-1) @ v  # (B, nh, T, hs)
         y = y.transpose(1, 2).flatten(2)  # (B, T, C)

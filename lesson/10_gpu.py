@@ -1,8 +1,8 @@
 """Lesson 10: training on a GPU, if one is available. The program needs three changes.
 
 On a GPU, all tensors are in the memory of the GPU, matrices are multiplied in bfloat16, and
-torch.compile generates kernels for this model. The GPU draws different random numbers, so its
-losses differ. On a CPU, the losses are the same as in lesson 9.
+torch.compile generates kernels for this model. A GPU draws different random numbers than a CPU, so
+the losses differ. On a CPU, the losses are the same as in lesson 9.
 
 After 300 steps, the validation loss is 1.974.
 
@@ -226,7 +226,7 @@ def get_lr(step):
 
 raw_model = GPT().to(device)
 # torch.compile generates kernels for inputs of shape (B, T), which takes a minute. raw_model is the
-# same model without compilation. It is used for inputs of different shapes: in generate, T grows.
+# same model without compilation, for inputs of different shapes: in generate, T grows.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 optimizer = raw_model.configure_optimizers()
 times = []

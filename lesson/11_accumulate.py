@@ -1,10 +1,10 @@
 """Lesson 11: gradient accumulation. A step averages the gradients of several micro-batches.
 
 Only one micro-batch must fit into memory, not all sequences of a step. Each sequence of a run now
-has a number, its position in the run. (Do not confuse it with the position of a token in a
-sequence.) A step reads the next n sequences, in micro-batches of batch_size sequences, so n must be
-a multiple of batch_size. Except for rounding, the losses do not depend on batch_size. Lesson 10
-reads different sequences, so its losses differ.
+has a number, its position in the run. (Do not confuse this position with the position of a token
+in a sequence.) A step reads the next n sequences, in micro-batches of batch_size sequences, so n
+must be a multiple of batch_size. Except for rounding, the losses do not depend on batch_size. They
+differ from the losses of lesson 10, which reads different sequences.
 
 After 300 steps, the validation loss is 1.977.
 
@@ -248,7 +248,7 @@ def get_lr(step):
 
 raw_model = GPT().to(device)
 # torch.compile generates kernels for inputs of shape (B, T), which takes a minute. raw_model is the
-# same model without compilation. It is used for inputs of different shapes: in generate, T grows.
+# same model without compilation, for inputs of different shapes: in generate, T grows.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 optimizer = raw_model.configure_optimizers()
 loader = DataLoaderLite(train, shuffle=True)

@@ -54,7 +54,7 @@ def load_tokens(split):
 
     In a text file, "train" is the first nine tenths, and "val" is the rest, which is held out.
     """
-    shards = sorted(glob(f"{data}/*_{split}_*.npy"))  # each contains ids in uint16
+    shards = sorted(glob(f"{data}/*_{split}_*.npy"))  # each shard contains ids in uint16
     if shards:
         return torch.from_numpy(np.concatenate([np.load(shard) for shard in shards]))
     tokens = torch.from_numpy(np.fromfile(data, dtype=np.uint8))
@@ -268,7 +268,7 @@ def get_lr(step):
 
 raw_model = GPT().to(device)
 # torch.compile generates kernels for inputs of shape (B, T), which takes a minute. raw_model is the
-# same model without compilation. It is used for inputs of different shapes: in generate, T grows.
+# same model without compilation, for inputs of different shapes: in generate, T grows.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 if world_size > 1:
     # DDP averages the gradients over all processes, so all processes take the same step. DDP sends
@@ -298,7 +298,7 @@ for step in range(max_steps):
         x, y = loader.batch(first, batch_size)  # (B, T) each
         if world_size > 1:
             # Each process adds up the gradients of its micro-batches. DDP averages the sums once
-            # per step, in the backward pass of the last micro-batch, for which this is True.
+            # per step, in the backward pass of the last micro-batch: only there, this is True.
             model.require_backward_grad_sync = first == starts[-1]
         with autocast:  # backward will use the same dtypes as forward
             _, loss = model(x, y)
@@ -309,7 +309,7 @@ for step in range(max_steps):
         mean_loss += loss.detach()  # detach, because mean_loss needs no graph
     # Scale the gradients down if their global norm, the root of the sum of squares, is above 1. A
     # very large gradient would otherwise stay in AdamW's running averages for many steps. All
-    # processes now have the same gradients, so they all scale them by the same factor.
+    # processes now have the same gradients, so all processes scale by the same factor.
     norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)
     for group in optimizer.param_groups:

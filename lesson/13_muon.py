@@ -49,7 +49,7 @@ def load_tokens(split):
 
     In a text file, "train" is the first nine tenths, and "val" is the rest, which is held out.
     """
-    shards = sorted(glob(f"{data}/*_{split}_*.npy"))  # each contains ids in uint16
+    shards = sorted(glob(f"{data}/*_{split}_*.npy"))  # each shard contains ids in uint16
     if shards:
         return torch.from_numpy(np.concatenate([np.load(shard) for shard in shards]))
     tokens = torch.from_numpy(np.fromfile(data, dtype=np.uint8))
@@ -86,9 +86,9 @@ class DataLoaderLite:
 class Muon(torch.optim.Optimizer):
     """SGD with momentum, but each update is made nearly orthogonal (Jordan et al. 2024).
 
-    The gradient of a weight matrix is large in a few directions, and small in most directions, and
-    so is an update of SGD with momentum. Muon gives its updates nearly the same size in all
-    directions, so that the weights also move in the directions whose gradients are small.
+    The gradient of a weight matrix, and therefore also an update of SGD with momentum, is large in
+    a few directions and small in most directions. Muon gives its updates nearly the same size in
+    all directions, so that the weights also move in the directions whose gradients are small.
     """
 
     def __init__(self, params, lr):
@@ -108,8 +108,8 @@ class Muon(torch.optim.Optimizer):
             p.mul_(1 - group["lr"] * weight_decay)
             # The numbers in `update` have a root mean square of about 1. The numbers in an update
             # of AdamW have a root mean square of about 0.2, because gradients of opposite signs
-            # cancel in its running average. With the factor 0.2, both optimizers can use the same
-            # learning rate (Liu et al. 2025).
+            # cancel in AdamW's running average. With the factor 0.2, both optimizers can use the
+            # same learning rate (Liu et al. 2025).
             p.add_(update, alpha=-0.2 * group["lr"])
 
 
@@ -130,7 +130,7 @@ def orthogonalize(x):
         # is U S^2 U.T, gram @ x is U S^3 V.T, and gram @ gram @ x is U S^5 V.T. The next line
         # keeps U and V, and replaces each s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5. Jordan et al.
         # chose these three numbers so that after five rounds, each s is between 0.7 and 1.2,
-        # unless it was tiny before.
+        # unless s was tiny before.
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x  # (rows, columns)
     # The sum of the squared numbers in a matrix equals the sum of its squared singular values. x
     # has `rows` singular values of about 1, so both sums are about `rows`. The mean of the
@@ -321,7 +321,7 @@ def get_lr(step):
 
 raw_model = GPT().to(device)
 # torch.compile generates kernels for inputs of shape (B, T), which takes a minute. raw_model is the
-# same model without compilation. It is used for inputs of different shapes: in generate, T grows.
+# same model without compilation, for inputs of different shapes: in generate, T grows.
 model = torch.compile(raw_model) if device == "cuda" else raw_model
 if world_size > 1:
     # DDP averages the gradients over all processes, so all processes take the same step. DDP sends
@@ -351,7 +351,7 @@ for step in range(max_steps):
         x, y = loader.batch(first, batch_size)  # (B, T) each
         if world_size > 1:
             # Each process adds up the gradients of its micro-batches. DDP averages the sums once
-            # per step, in the backward pass of the last micro-batch, for which this is True.
+            # per step, in the backward pass of the last micro-batch: only there, this is True.
             model.require_backward_grad_sync = first == starts[-1]
         with autocast:  # backward will use the same dtypes as forward
             _, loss = model(x, y)
@@ -362,7 +362,7 @@ for step in range(max_steps):
         mean_loss += loss.detach()  # detach, because mean_loss needs no graph
     # Scale the gradients down if their global norm, the root of the sum of squares, is above 1. A
     # very large gradient would otherwise stay in AdamW's running averages for many steps. All
-    # processes now have the same gradients, so they all scale them by the same factor.
+    # processes now have the same gradients, so all processes scale by the same factor.
     norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)
     for optimizer in optimizers:

@@ -9,8 +9,8 @@ tokens contain more text.
 
 GPT-3's smallest model was trained on 300 billion tokens. fineweb.py in this repository writes 10
 billion tokens of the data set FineWeb-Edu: 100 shards, 20 GB. train_gpt2.py loads only the tokens
-of the current batch. Lesson 12 loads all shards into the memory of each process, so use lesson 12
-only for small data sets.
+of the current batch. Lessons 12 to 14 load all shards into the memory of each process, so use these
+lessons only for small data sets.
 
 New: load_encoding, ids_of_texts, write_shard.
 """

@@ -246,7 +246,7 @@ def questions_of_hellaswag(path):
             record = json.loads(line)
             text = record["ctx"]
             context = encode(text)
-            # Many tokens begin with a space, so encode context and ending together, and then
+            # Many tokens begin with a space, so encode context and ending as one text, and then
             # remove the tokens of the context.
             endings = [encode(f"{text} {ending}")[len(context) :] for ending in record["endings"]]
             yield context, endings, int(record["label"])

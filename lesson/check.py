@@ -6,8 +6,8 @@
 
 Each file in lesson/tasks/ describes a function without code. Replace the line `raise
 NotImplementedError` with your code. A check trains no model, but it needs a few seconds to import
-torch. A check reports the first mistake that it finds. An answer is right if its results are right,
-even if its code differs from ours, unless it uses a function that its task forbids.
+torch. A check reports the first mistake that it finds. An answer is right if the results are right,
+even if the code differs from ours. But an answer must not use a function that the task forbids.
 """
 
 import _thread
@@ -47,7 +47,10 @@ def expect_tensor(x, shape, what="the function"):
 
 
 def is_close(x, y, tolerance=1e-5):
-    """Returns whether two tensors or lists of tensors agree. tolerance: relative to max |y|."""
+    """Returns whether x and y are equal within a tolerance, which is relative to the largest |y|.
+
+    x, y: two tensors, or two lists of tensors.
+    """
     if isinstance(x, (list, tuple)):
         return all(is_close(a, b, tolerance) for a, b in zip(x, y, strict=True))
     limit = tolerance * max(1e-3, y.abs().max().item())
@@ -55,9 +58,9 @@ def is_close(x, y, tolerance=1e-5):
 
 
 def expect_none_of(x, mistakes):
-    """Raises Wrong if x equals the wrong result of a common mistake.
+    """Raises Wrong if x equals the result of a common mistake.
 
-    mistakes: {sentence that explains the mistake: its wrong result}.
+    mistakes: {sentence that explains the mistake: result of the mistake}.
     """
     for sentence, result in mistakes.items():
         expect(not is_close(x, result), sentence)
@@ -149,7 +152,7 @@ def check_cross_entropy(task):
 
 def check_mask(task):
     torch.manual_seed(0)
-    for T, mean in ((6, 0), (1, 0), (9, -50)):  # near scores of -50, a mask of -20 must not pass
+    for T, mean in ((6, 0), (1, 0), (9, -50)):  # -20 is no mask for scores near -50
         scores = mean + torch.randn(2, T, T)
         weights = task.causal_weights(scores.clone())
         expect_tensor(weights, (2, T, T))
@@ -412,7 +415,7 @@ def check_heads_mistakes(y, q, k, v, n_head):
 
 
 def check_reach(task, given, n_head, y):
-    """Checks which results change if one token or one channel of q, k or v changes."""
+    """Raises Wrong if a token or a channel of q, k or v changes results that it must not change."""
     T, C = y.size(1), y.size(2)
     hs = C // n_head
 
@@ -460,7 +463,7 @@ class Layers(nn.Module):
 
 
 def make_gpt(n_layer, C=64):
-    """Builds the layers of a GPT-2. Parameters are named as in the lesson. There is no forward."""
+    """Builds the layers of a GPT-2, named as in the lesson. The result has no forward method."""
     blocks = []
     for _ in range(n_layer):
         blocks.append(
@@ -705,10 +708,10 @@ def check_adamw(task):
 
 
 class Model(nn.Module):
-    """Predicts the next token from one token. Before the step, all its gradients are 1.
+    """Predicts the next token from one token. Before the step, p.grad of its parameter is all 1.
 
-    found_gradient: a list with one bool per forward pass. It says whether the gradient had changed
-    before this pass.
+    found_gradient: a list with one bool per forward pass, which says whether p.grad had changed
+    when the pass began.
     """
 
     def __init__(self):
@@ -963,7 +966,7 @@ def check_resume(task):
 
 
 def check_optimizer_state(optimizer, saved, attempt):
-    """Compares the state of the optimizer with saved, the state_dict() after five steps."""
+    """Compares the state of the optimizer with `saved`, its state_dict() after five steps."""
     state = optimizer.state_dict()["state"]
     expect(
         len(state) == len(saved["state"]),
@@ -1333,7 +1336,8 @@ FORBIDDEN = {
     "03": ("scaled_dot_product_attention",),
     "09": ("backward", "autograd"),
 }
-# In seconds. Task 08 takes the longest: PyTorch needs up to 5 seconds to import its compiler.
+# The time limit of a check, in seconds. Task 08 takes the longest: PyTorch needs up to 5 seconds to
+# import its compiler.
 LIMIT = 30
 
 
@@ -1344,10 +1348,10 @@ def find(folder, number):
 
 
 def check(number, text, path):
-    """Checks an answer. Returns None if it is right, and "open" if it is not written yet.
+    """Checks an answer. Returns None if the answer is right, and "open" if it is not written yet.
 
-    Otherwise, returns a sentence that says what is wrong. text: the program that contains the
-    function. path: the file of this program, which the sentence names.
+    If the answer is wrong, returns a sentence that says what is wrong. text: the program that
+    contains the function. path: the file of this program, which the sentence names.
     """
     names = {"__name__": "task"}
     is_late = threading.Event()
@@ -1403,7 +1407,7 @@ def expect_no_forbidden(number, tree, path):
 
 
 def line_of(error, path):
-    """Returns the last line of the answer that an error came from, or None."""
+    """Returns the number of the last line of the answer in an error's traceback, or None."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     return lines[-1] if lines else None
 

@@ -11,7 +11,8 @@ def save_checkpoint(model, optimizer, step):
 
 def load_checkpoint(checkpoint, model, optimizer):
     """Loads a checkpoint into a model and its optimizer. Returns the number of completed steps."""
-    # The optimizer would keep the loaded tensors, not copies, and its steps would change them.
+    # load_state_dict of an optimizer does not copy the tensors, so later steps would change the
+    # checkpoint.
     checkpoint = copy.deepcopy(checkpoint)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])

@@ -7,8 +7,9 @@ def layer_norm_backward(x, weight, dy, eps):
     std = (x.var(dim=-1, keepdim=True, unbiased=False) + eps).sqrt()  # (B, T, 1)
     x_hat = (x - mean) / std  # (B, T, C)
     dx_hat = dy * weight  # (B, T, C)
-    # dx_hat / std would be dx if mean and std were constants. But both depend on x: the mean adds
-    # the term with along_mean, and std adds the term with along_x_hat.
+    # If mean and std were constants, dx would be dx_hat / std. But both depend on x. The gradient
+    # through the mean adds the term with along_mean, and the gradient through std adds the term
+    # with along_x_hat.
     along_mean = dx_hat.mean(dim=-1, keepdim=True)  # (B, T, 1)
     along_x_hat = (dx_hat * x_hat).mean(dim=-1, keepdim=True)  # (B, T, 1)
     dx = (dx_hat - along_mean - x_hat * along_x_hat) / std  # (B, T, C)

@@ -1,8 +1,8 @@
 """Cross-entropy that does not overflow.
 
 Lesson 1 computes exp(logit). In float32, exp of a logit above about 88 is inf, and the loss becomes
-nan. Compute the same loss without overflow. Do not use the functions of torch that do this for you:
-F.cross_entropy, log_softmax and logsumexp.
+nan. Compute the same loss without overflow. Do not use the functions of torch that avoid overflow
+for you: F.cross_entropy, log_softmax and logsumexp.
 
 Check it with: python lesson/check.py 01
 """
@@ -13,7 +13,7 @@ import torch
 def cross_entropy(logits, targets):
     """Returns the mean of -ln(probability of the target), a tensor without dimensions.
 
-    logits: (B, T, V), float32; the numbers may be arbitrarily large. targets: (B, T), int64, from 0
+    logits: (B, T, V), float32; the logits may be arbitrarily large. targets: (B, T), int64, from 0
     to V-1. targets[b, t] already is the token after position t.
 
     For one position with the logits a_0, a_1, ... and the target y, the loss is

@@ -1,6 +1,7 @@
 """Attention with several heads.
 
-CausalSelfAttention of lesson 5 also computes this. Do not use F.scaled_dot_product_attention here.
+CausalSelfAttention of lesson 5 also computes the attention of several heads. In this task, do not
+use F.scaled_dot_product_attention.
 
 Check it with: python lesson/check.py 03
 """

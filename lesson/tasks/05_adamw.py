@@ -24,8 +24,8 @@ def adamw_step(p, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):
     and v without bias correction.
 
     Example: in the first step, m_hat is grad and v_hat is grad^2, so each number in a vector moves
-    by almost exactly lr, in the direction opposite to its gradient. Because of eps, the step is
-    slightly smaller than lr.
+    by almost exactly lr, in the direction opposite to its gradient. Because of eps, the number
+    moves slightly less than lr.
     """
     raise NotImplementedError
 

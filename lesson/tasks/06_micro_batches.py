@@ -14,7 +14,7 @@ def backward_of_step(model, micro_batches):
     """Adds the gradient of a whole step to p.grad of the parameters. Returns the loss of the step.
 
     model: model(x) returns the logits, (B, T, V). micro_batches: a list of pairs (x, y), both
-    (B, T) and int64. A target of -100 in y does not count: F.cross_entropy ignores it.
+    (B, T) and int64. A target of -100 in y does not count: F.cross_entropy ignores such a target.
 
     The loss of the step is the mean over all targets of the step, so each target has the same
     weight, whichever micro-batch contains it. Return this loss as a float or as a detached tensor.

@@ -15,7 +15,7 @@ def save_checkpoint(model, optimizer, step):
 
     model: an nn.Module. optimizer: a torch.optim.AdamW, which has taken `step` steps. Both have the
     methods state_dict() and load_state_dict(). The learning rate and the data of a step depend only
-    on the number of the step. After this call, training continues, which must not change the dict.
+    on the number of the step. Training continues after this call, and must not change the dict.
     """
     raise NotImplementedError
 

@@ -13,7 +13,7 @@ def orthogonalize(x):
     the largest singular value. Do not compute a singular value decomposition, which is slow on
     GPUs.
 
-    Use five rounds. The singular values s must be at most 1 before the first round. Each round
+    Use five rounds. All singular values s must be at most 1 before the first round. Each round
     replaces each s by
 
       3.4445 s - 4.7750 s^3 + 2.0315 s^5
