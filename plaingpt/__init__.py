@@ -1,6 +1,6 @@
 """The files that the programs use. Each line names a file, and the question that it answers.
 
-A file outside the subpackages scoring, large, lab and look imports no file of a subpackage.
+A file outside the subpackages scoring, large, lab and look imports no file of these subpackages.
 
 Settings and messages
   settings.py        which settings a run uses: presets, defaults, checks of the flags
@@ -14,7 +14,7 @@ Data: from documents to training sequences
   gpt2.tiktoken      which tokens GPT-2's vocabulary contains
   shards.py          how files of token ids are found and read
   ready_shards.py    how fineweb.py --ready downloads shards
-  data.py            what --data names: data sets, their shares, their tokenizer
+  data.py            which data sets --data names, with which shares and which tokenizer
   pairs.py           how prompt/response pairs become sequences
   order.py           in which order a run reads its sequences
 

@@ -47,7 +47,7 @@ def check_tied(weights, config, GPT):
     load_state_dict would silently keep only one of the two weights. weights: a state dict. config:
     the GPTConfig. GPT: the class of the model.
     """
-    first_names = {}  # {parameter: its first name}
+    first_names = {}  # {parameter: the first of its names}
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
         first = first_names.setdefault(p, name)
         if first != name and not torch.equal(weights[first], weights[name]):
@@ -61,7 +61,7 @@ def convert_nanogpt(found, GPT):
     GPT-2's. If the vocabulary size is padded to 50,304, removes the rows of the unused ids. GPT:
     the class of the model.
     """
-    # nanoGPT stores the settings of a model in a dict. build-nanogpt stores them in a GPTConfig.
+    # nanoGPT stores the settings of a model in a dict, and build-nanogpt in a GPTConfig.
     settings = found.get("model_args")
     if not settings:
         settings = getattr(found.get("config"), "__dict__", {})
@@ -174,7 +174,7 @@ def write_checkpoint(path, state):
     with writing(path, "free some space, then continue with --resume"), replacing(path) as file:
         try:
             torch.save(state, file)
-        except RuntimeError as error:  # PyTorch raises a RuntimeError while it handles an OSError
+        except RuntimeError as error:  # PyTorch turns an OSError into a RuntimeError
             raise (error.__context__ or error) from None
         file.flush()
         with explaining(what, remedy, ValueError), open(file.name, "rb") as written:
@@ -182,7 +182,7 @@ def write_checkpoint(path, state):
 
 
 def read_best_val(directory):
-    """Returns the validation loss of model_best.pt in a run directory, or inf if it is missing.
+    """Returns the validation loss of model_best.pt, or inf if the run directory has no such file.
 
     log.txt may contain a lower loss, if an earlier part of the run did not use --keep_best.
     """

@@ -86,7 +86,9 @@ def encode_text(path, tokenizer):
     the ids are always the bytes of the file, without a BOM.
     """
     if path.suffix in (".bin", ".npy"):
-        raise UserError(f"--data {path}: is a shard; give its directory, {path.parent}")
+        raise UserError(
+            f"--data {path}: is a shard; give the directory of the shard, {path.parent}"
+        )
     check_pointer(path)
     data = path.read_bytes()
     check_encoding(f"--data {path}", data)
@@ -199,8 +201,8 @@ class Sources:
     def count_train_tokens(self):
         """Returns the number of training tokens in all shards.
 
-        Text files are not counted, because they take long to encode, and are small compared with
-        shards.
+        The number excludes text files, because encoding a text file takes long, and text files are
+        small compared with shards.
         """
         shards = [path for path in self.shares if not is_text_file(path)]
         return sum(len(open_splits(path, self.tokenizer, self.val_fraction)[0]) for path in shards)

@@ -193,7 +193,8 @@ def read_items(path, file, columns=(), skip=0):
 
     If the file is not JSON, CSV, Parquet or Arrow, each line is a record: {"text": line, "is_line":
     True}. columns: as in choose_columns. skip: the caller does not need the first `skip` records.
-    In a Parquet file, this function then skips whole row groups, and yields None for their rows.
+    In a Parquet file, this function then skips whole row groups, and yields None for each row of a
+    skipped row group.
     """
     kind = kind_of(path)
     if kind == ".parquet":
@@ -236,7 +237,7 @@ def read_csv(file, kind, columns):
 
 
 def read_parquet(file, columns, skip):
-    """Yields the rows of a Parquet file as dicts, or as None if their row group is skipped.
+    """Yields the rows of a Parquet file as dicts. Yields None for each row of a skipped row group.
 
     Decodes only the columns of choose_columns. Does not map the file into memory, because mapped
     pages would count as memory of the process. columns: as in choose_columns. skip: as in
@@ -320,8 +321,8 @@ def read_documents(paths, text_key="text", cut=False, skip=0):
     the text. cut: whether to yield large documents of a .txt file (above 4 MB) in pieces. With
     GPT-2's tokenizer, all pieces together have the same tokens as the whole document.
     """
-    n = 0  # Documents so far, in all files
-    n_before = 0  # bytes of all files before `path`
+    n = 0  # number of Documents so far, in all files
+    n_before = 0  # number of bytes in all files before `path`
     for path in paths:
         remedy = "check it" if isinstance(path, Path) else "check the network"
         with explaining(f"{path}: cannot be read", remedy), open_file(path) as raw:
@@ -344,7 +345,7 @@ def read_file(path, file, text_key, cut, skip):
     for n, piece, is_last in split_text(file, cut):
         document = make_document(f"{path}, record {n}", {"text": piece}, "text", begins)
         yield document
-        # If the first pieces of a document are damaged, the first undamaged piece is its beginning.
+        # If the first pieces of a document are damaged, the document begins with the next piece.
         begins = is_last or (begins and document.text is None)
 
 
@@ -358,7 +359,7 @@ def split_text(file, cut=False):
     block = file.read(BLOCK).removeprefix(codecs.BOM_UTF8)
     if not block:
         return
-    rest = b""  # the document whose end is not read yet
+    rest = b""  # the start of a document whose end is not read yet
     n = 1  # the number of the document in `rest`
     begins = True  # False if `rest` continues a cut document
     is_first = True  # whether no separator is read yet
@@ -382,7 +383,7 @@ def split_text(file, cut=False):
 
 
 def make_document(where, item, text_key, begins=True):
-    """Returns a record of read_items as a Document, whose field `problem` says what is damaged."""
+    """Returns a record of read_items as a Document. If it is damaged, `problem` says why."""
     try:
         return Document(where, find_text(parse_record(item), text_key), begins=begins)
     except (ValueError, UserError) as error:

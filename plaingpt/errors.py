@@ -28,7 +28,7 @@ class UserError(Exception):
 
 
 def run_program(main):
-    """Calls main(). Prints a UserError as one line. A bug keeps its traceback.
+    """Calls main(). Prints a UserError as one line. Any other exception keeps its traceback.
 
     An OSError whose number is in REMEDIES is also printed as one line, because only the user can
     remove the cause of such an error.

@@ -63,7 +63,7 @@ def replacing(path):
 
     If the block raises an exception, the new file is deleted, and `path` stays as it is.
     """
-    # This name is unique, and it is short even if the name of `path` is long.
+    # This name is unique, and short even if the name of `path` is long.
     temporary = Path(path).with_name(f"{uuid.uuid4().hex}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -117,7 +117,7 @@ def delete_temporary_files(directory):
 
 
 def check_output(flag, path, inputs=()):
-    """Raises UserError if a program cannot write its output file, or if this file is also an input.
+    """Raises UserError if a program cannot write an output file, or if the file is also an input.
 
     A program calls this function at its start. flag: the flag that names the output file. path: the
     path of the output file, or None. inputs: the paths of the input files. A directory means all

@@ -1,4 +1,4 @@
-"""Command-line flags: argparse reads them, and the fields of dataclasses define them.
+"""Command-line flags: the fields of dataclasses define the flags, and argparse reads the flags.
 
 The type of a field is the type of its flag. The arguments of `flag` are the default, the help text
 and the range of the flag:
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
 RANGES = dict(above=gt, at_least=ge, below=lt, at_most=le)
-# This upper bound applies to a number whose flag defines no upper bound. Larger numbers could
+# If a flag defines no upper bound, its value must be below this number. Larger numbers could
 # overflow when a program converts them to a float or to a time.
 LARGEST = 10**12
 

@@ -144,7 +144,7 @@ class RunLog:
         self.publish(step, new)
 
     def publish(self, step, values):
-        """Sends {name: number or HTML} to TensorBoard and Weights & Biases, if they are on."""
+        """Sends values to TensorBoard and W&B, if they are on. values: {name: number or HTML}."""
         for tracker in self.trackers:
             tracker.write(step, values)
 

@@ -1,4 +1,4 @@
-"""Computes the logits and their cross-entropy in one function, one chunk of positions at a time.
+"""Computes logits and their cross-entropy in one function, one chunk of positions at a time.
 
 Only the logits of one chunk are in memory. In float32, N positions need N x V x 4 bytes: with 64
 sequences of T = 1024 and V = 50257, all logits would need 13.2 GB, and a chunk of 16384 positions

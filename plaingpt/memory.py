@@ -32,8 +32,8 @@ def keep_freed_memory(limit=MOST):
 def frozen_gc():
     """Context manager in which Python's garbage collector ignores all objects that already exist.
 
-    Otherwise, the collector sometimes scans all objects of the imported modules, and the GPU waits
-    0.1 s or longer.
+    Otherwise, the collector sometimes scans all objects of the imported modules, while the GPU
+    waits 0.1 s or longer.
     """
     gc.freeze()
     try:

@@ -76,8 +76,8 @@ class Muon(torch.optim.Optimizer):
         stack = self.orthogonalize(torch.cat(matrices))  # (n, rows, columns)
         stack = stack.where(~skip, 0)
         for (p, group), part in zip(members, stack.split([len(each) for each in matrices])):
-            # The mean square of an orthogonal matrix is 1 / its longer side, so the root mean
-            # square of this update is 0.2 lr, about as large as for an update of AdamW.
+            # The numbers in an orthogonal matrix have a mean square of 1 / columns. The factor
+            # makes the root mean square of this update 0.2 lr, about as large as AdamW's.
             alpha = -0.2 * group["lr"] * math.sqrt(stack.size(2))
             p.mul_(torch.where(skip, 1, 1 - group["lr"] * group["weight_decay"]))
             p.add_(self.from_matrices(part, p), alpha=alpha)

@@ -62,7 +62,7 @@ def order_of_sets(shares):
 def permute(i, n, seed, epoch):
     """Returns the image of i under a random permutation of range(n).
 
-    The function stores no table, so it needs no memory even for a large n. A Feistel network with
+    permute stores no table, so it needs no memory even for a large n. A Feistel network with
     six rounds transforms the two digits of i in base ceil(sqrt(n)). A result outside range(n) goes
     through the network again, which is called cycle walking (Black & Rogaway 2002, "Ciphers with
     Arbitrary Finite Domains").
@@ -119,7 +119,7 @@ def prefetch(batches, process):
 
 
 class MainThread(Executor):
-    """An executor that calls each function at once, in the thread that submits it."""
+    """An executor that calls each function at once, in the thread that calls `submit`."""
 
     def submit(self, function, *args):
         future = Future()

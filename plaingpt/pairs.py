@@ -26,7 +26,7 @@ import numpy as np
 def encode_pair(record, tokenizer):
     """Returns the ids of the prompt and the ids of the response in a record, as two lists.
 
-    record: a dict from read_records. Raises UserError if it contains no valid pair.
+    record: a dict from read_records. Raises UserError if the record contains no valid pair.
     """
     where = record["where"]
     prompt = record.get("prompt")
@@ -76,7 +76,7 @@ def read_pairs(path, tokenizer, T, val_fraction):
 
 
 def count_tokens(prompt, response):
-    """Returns the number of tokens of a pair, including the end_of_text before it."""
+    """Returns the number of tokens of a pair, including the end_of_text before the prompt."""
     return 1 + len(prompt) + len(response)
 
 
@@ -104,7 +104,7 @@ def join_pairs(pairs, tokenizer, T):
         if size > T:
             continue
         # The last token so far is the end_of_text before this pair. `place` is the index of this
-        # token in its sequence. If the pair does not fit there, it begins in the next sequence.
+        # token in its sequence. A pair that does not fit there begins in the next sequence.
         place = (len(ids) - 1) % T
         n_fill = T - place if place + size > T else 0
         ids.extend([end] * n_fill + prompt + response + [end])

@@ -73,7 +73,7 @@ class Process:
         return tensor
 
     def check_stop(self):
-        """Raises Stopped on all processes if one of them got a signal or cannot read its data.
+        """Raises Stopped on all processes if one process got a signal or cannot read its data.
 
         All processes call this method before each batch of validation, benchmarks and sampling.
         """
@@ -109,8 +109,8 @@ def setup(device, dtype, deterministic=False):
     """Prepares PyTorch, and creates the process group. Returns a Process.
 
     Chooses the device and the dtype. Sets whether PyTorch uses deterministic algorithms, the
-    precision of float32 matrix multiplications, and how glibc frees memory. The arguments are the
-    values of the flags with these names.
+    precision of float32 matrix multiplications, and how glibc frees memory. device, dtype,
+    deterministic: the values of the flags with these names.
     """
     if deterministic:
         set_deterministic()
@@ -149,14 +149,14 @@ def join_processes(rank, world_size, device):
             timeout=timeout,
         )
     # At exit, even after an error, Python calls both functions in reverse order. After
-    # destroy_process_group, gloo's threads need some time to end. Without the sleep, they might
-    # crash (pytorch/pytorch#179291).
+    # destroy_process_group, gloo's threads need some time to end. Without the sleep, these threads
+    # might crash (pytorch/pytorch#179291).
     atexit.register(time.sleep, 0.5)
     atexit.register(dist.destroy_process_group)
 
 
 def on_rank0(function, *args, **kwargs):
-    """Calls a function on rank 0. All processes return its result, or raise its UserError."""
+    """Calls a function on rank 0. All processes return the result, or raise the UserError."""
     results = [None]  # [the result or the UserError]; the broadcast replaces the element
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:

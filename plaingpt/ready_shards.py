@@ -74,7 +74,7 @@ def read_blocks(name, start):
 
 
 def download(path, size, bar):
-    """Downloads a shard, or continues its download.
+    """Downloads a shard, or continues an interrupted download of the shard.
 
     path: the path of the shard. size: the number of bytes of the whole file. bar: the progress bar.
     """

@@ -1,4 +1,4 @@
-"""The source code of the programs: its state in git, and hashes that change with the code."""
+"""The source code of the programs: its git commit, its changes, and a hash of the code."""
 
 import hashlib
 import os
@@ -88,7 +88,7 @@ def hash_of_program():
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None) or "/"
         if not name.startswith(str(CLONE)):
-            continue  # most modules belong to torch, and creating a Path for each takes 0.05 s
+            continue  # most modules are torch's; a Path for each would take 0.05 s in total
         file = Path(name)
         # If a virtual environment is in the clone, the clone also contains Python's library and
         # installed packages.

@@ -23,8 +23,8 @@ from plaingpt.terminal import print0
 import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
-# Common strings of end-of-text tokens. The end-of-text token of a tokenizer.json is the first of
-# these strings that its vocabulary contains.
+# Common strings of end-of-text tokens. The first of these strings that the vocabulary of a
+# tokenizer.json contains is the end-of-text token.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "[SEP]")
 MERGES = Path(__file__).with_name("gpt2.tiktoken")
 # Before merging bytes, GPT-2 splits text into contractions, words, numbers, symbols and spaces.
@@ -187,7 +187,8 @@ def get_tokenizer(source):
 def read_gpt2_tokens():
     """Returns the bytes of each GPT-2 token, except the last token, end_of_text."""
     token_bytes = []
-    # A line contains a token in Base64, a space, and its id. The ids are the line numbers, from 0.
+    # A line contains a token in Base64, a space, and the id of the token. The ids are the line
+    # numbers, counted from 0.
     for line in MERGES.read_bytes().splitlines():
         base64_token, _ = line.split()
         token_bytes.append(base64.b64decode(base64_token))
@@ -260,7 +261,7 @@ def bytes_of(token, is_byte_level):
 def splits_like_gpt2(settings):
     """Returns whether a tokenizer splits a text as GPT-2 does, without changing the text.
 
-    settings: the contents of its tokenizer.json.
+    settings: the contents of the tokenizer.json.
     """
     split = settings["pre_tokenizer"] or {}
     if settings["normalizer"] or split.get("type") != "ByteLevel" or split["add_prefix_space"]:
@@ -272,8 +273,8 @@ def splits_like_gpt2(settings):
 def omits_text(settings, vocab):
     """Returns whether a tokenizer omits text that its vocabulary lacks.
 
-    Only a BPE without an unknown token omits text, unless its vocabulary contains every byte.
-    settings: the contents of its tokenizer.json. vocab: {token: id}.
+    Only a BPE without an unknown token omits text, unless the vocabulary contains every byte.
+    settings: the contents of the tokenizer.json. vocab: {token: id}.
     """
     model = settings["model"]
     if model["type"] != "BPE" or model["unk_token"] is not None:
@@ -385,8 +386,8 @@ def build_byte_level(vocab, merges, special):
 def clean_text(text):
     """Returns the text, with U+FFFD in place of each lone surrogate, as in tiktoken.
 
-    Raises UserError if the text contains LONG_SPACE consecutive whitespace characters, because they
-    could overflow the stack of tiktoken's regular expression.
+    Raises UserError if the text contains LONG_SPACE consecutive whitespace characters, because so
+    much whitespace could overflow the stack of tiktoken's regular expression.
     """
     # With (?<!\s), a match can begin only at the first of several whitespace characters. Otherwise,
     # the search could need quadratic time.

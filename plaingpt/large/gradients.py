@@ -12,8 +12,8 @@ def norm_of(parameters):
 def sum_tied_gradients(model):
     """Adds the gradients of the two copies of the tied matrix in a Pipeline, in place.
 
-    The first stage uses one copy as its embedding, and the last stage uses the other copy as its
-    head. Afterwards, the gradient of each copy is the sum of both gradients.
+    One copy is the embedding of the first stage, and the other copy is the head of the last stage.
+    Afterwards, the gradient of each copy is the sum of both gradients.
     """
     if model.has_tied:
         tied = model.part.transformer.wte.weight

@@ -28,7 +28,7 @@ class ParallelCrossEntropy(ChunkedCrossEntropy):
 
     def losses(self, x, targets, counted, head):
         """Returns the same results as ChunkedCrossEntropy.losses. A weight `head` is a DTensor."""
-        if not torch.is_tensor(head):  # a function, which returns the logits of all ids
+        if not torch.is_tensor(head):  # `head` returns the logits of all ids
             return super().losses(x, targets, counted, head)
         weight = head.to_local()  # (V of this process, C)
         V = len(weight)

@@ -82,7 +82,7 @@ def init_layers(meta_gpt, seed, constructed):
 
 
 def tie_head(model):
-    """Ties the embedding of a GPT to its head, if this process has a head.
+    """Ties the embedding and the head of a GPT, if the GPT on this process has a head.
 
     On the last stage of a pipeline, the embedding is an nn.Identity. The nn.Identity gets the tied
     matrix as its weight, so that the matrix has the same name as on the first stage.

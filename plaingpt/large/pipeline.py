@@ -13,8 +13,8 @@ class Pipeline(nn.Module):
     """A GPT whose blocks are split over several processes. `part` is the GPT of this process.
 
     A call of the Pipeline with the micro-batches of a step runs the forward and the backward pass.
-    The methods hidden, logits and loss are for evaluation. On every process, they return the same
-    results as the methods of GPT.
+    The methods hidden, logits and loss are for evaluation. On every process, these methods return
+    the same results as the methods of GPT.
     """
 
     def __init__(self, part, mesh, is_tied, process):
@@ -29,7 +29,7 @@ class Pipeline(nn.Module):
         self.is_last = self.index == self.n_stages - 1
         self.size = None  # (n_micro, B, T) of the previous step
         self.schedule = None  # PyTorch's schedule for `size`, with buffers for all micro-batches
-        self.names = None  # names of the metrics, in the order in which their values are sent
+        self.names = None  # names of the metrics, in the order in which `forward` sends the values
         # If embedding and head are one matrix, the first and the last stage each hold a copy of the
         # matrix.
         self.has_tied = is_tied and (self.is_first or self.is_last)
@@ -153,7 +153,7 @@ class Stage(nn.Module):
         self.part = part
         self.process = process
         self.is_last = is_last
-        self.more = []  # [the third value of GPT.forward], or [] if it returns only two values
+        self.more = []  # [the third value of GPT.forward], or [] if there is no third value
 
     def forward(self, x, targets=None):
         """Runs the forward pass of training."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 class SplitProcess(Process):
     """A Process of a program with --tp or --pp, in which n_parts processes compute one model.
 
-    These n_parts processes read the same share of the data. Therefore, they have the same `rank`,
-    and world_size is the number of shares.
+    The n_parts processes read the same share of the data. Therefore, all n_parts processes have the
+    same `rank`, and world_size is the number of shares.
     """
 
     n_parts: int = 1

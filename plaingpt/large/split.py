@@ -1,9 +1,9 @@
 """Splits a GPT over processes, before the GPT allocates memory.
 
 The processes form a mesh of size pp x dp x tp. PyTorch's FSDP and tensor parallelism change a GPT
-in place: its parameters become DTensors, of which each process holds a part. full_tensor() returns
-the whole tensor. If only some processes call full_tensor(), they wait forever. With --pp, each
-process holds a Pipeline, which contains a GPT with only some blocks.
+in place: the parameters become DTensors, and each process holds a part of each DTensor. The method
+full_tensor() returns the whole tensor. If only some processes call full_tensor(), these processes
+wait forever. With --pp, each process holds a Pipeline, which contains a GPT with only some blocks.
 """
 
 import logging
@@ -33,13 +33,13 @@ def split_model(GPT, gpt_config, weights, config, process):
     meta_gpt = make_whole_gpt(GPT, gpt_config)
     model = make_whole_gpt(GPT, gpt_config, config.activation_checkpointing)
     result = cut_model(model, config, process)
-    # cut_model has changed `model` in place: it is now the GPT of this process.
+    # cut_model has changed `model` in place: `model` is now the GPT of this process.
     fill_split_model(model, meta_gpt, weights, config.seed, process.device)
     return result
 
 
 def cut_model(model, config, process):
-    """Splits a GPT on the meta device, in place. Returns the GPT, or with --pp its Pipeline."""
+    """Splits a GPT on the meta device, in place. Returns the GPT, or with --pp a Pipeline."""
     if config.pp > model.config.n_layer:
         raise UserError(
             f"--pp {config.pp}: is above --n_layer {model.config.n_layer}; give fewer stages"
@@ -52,7 +52,8 @@ def cut_model(model, config, process):
     if config.pp > 1:
         check_stages(model, config.pp)
     silence_warnings()
-    # Tensor parallelism communicates most, so the processes of its groups have consecutive ranks.
+    # Tensor parallelism communicates most, so the processes of a tensor-parallel group have
+    # consecutive ranks.
     shape = (config.pp, process.world_size, config.tp)
     mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
     # If one process failed below while other processes still connect to the mesh, these other
@@ -80,7 +81,7 @@ def cut_model(model, config, process):
 
 
 def list_blocks(model):
-    """Returns the blocks of a GPT, each block once, even if several layers share it."""
+    """Returns the blocks of a GPT. A block that several layers share occurs only once."""
     return list(dict.fromkeys(model.transformer.h))
 
 
@@ -97,7 +98,7 @@ def check_shared(model, config):
     for module in model.modules():
         for p in module.parameters(recurse=False):
             layers_of.setdefault(p, []).append(module)
-    first_names = {}  # {parameter: its first name}
+    first_names = {}  # {parameter: the first of its names}
     for name, p in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(p, name)
         in_two_stages = config.pp > 1 and name != "lm_head.weight"

@@ -24,7 +24,7 @@ PLAN = dict(wte="vocabulary", c_attn="qkv", c_fc="colwise", c_proj="rowwise", lm
 
 
 def split_gpt(model, mesh):
-    """Splits a GPT over a mesh, in place. This unties embedding and head; tie_head ties them again.
+    """Splits a GPT over a mesh, in place. Unties embedding and head, which tie_head ties again.
 
     The forward pass of a block has two all-reduces: one after attention, one after the MLP. The
     processes of a group draw the same random numbers, because their dropout masks for the residual

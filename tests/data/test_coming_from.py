@@ -29,7 +29,7 @@ def test_tokens_of_nanogpt_and_llm_c(tmp_path):
     for place in (tmp_path, tmp_path / "c"):
         for tokens in open_splits(place, get_tokenizer("gpt2")):
             assert tokens.read(0, len(tokens)).tolist() == ids.tolist()
-    with pytest.raises(UserError, match="train.bin: is a shard; give its directory"):
+    with pytest.raises(UserError, match="train.bin: is a shard; give the directory"):
         open_splits(tmp_path / "train.bin", get_tokenizer("gpt2"))
 
 
