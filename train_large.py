@@ -159,7 +159,10 @@ class ShardedTraining(Training):
         return tensor.cpu() if self.keeps_state() else None
 
     def keeps_state(self):
-        """Returns whether this process keeps the state: on each stage, the first process does."""
+        """Returns whether this process keeps the state of its stage for a checkpoint.
+
+        Only the first process of each stage does.
+        """
         return dist.get_rank() % (self.process.n_processes // self.config.pp) == 0
 
     def own_part(self, optimizer, saved):

@@ -143,7 +143,7 @@ class GPT(nn.Module):
 
     def init_weights(self):
         """Initializes the weights as GPT-2 does. The weights of LayerNorms stay 1."""
-        torch.manual_seed(seed)  # set it here: creating the layers has drawn random numbers
+        torch.manual_seed(seed)  # set the seed here: creating the layers has drawn random numbers
         for name, p in self.named_parameters():  # yields the shared matrix only once
             if name.endswith("bias"):
                 nn.init.zeros_(p)

@@ -708,10 +708,10 @@ def check_adamw(task):
 
 
 class Model(nn.Module):
-    """Predicts the next token from one token. Before the step, p.grad of its parameter is all 1.
+    """Predicts the next token from one token. Before the step, its gradient contains only ones.
 
-    found_gradient: a list with one bool per forward pass, which says whether p.grad had changed
-    when the pass began.
+    found_gradient: a list with one bool per forward pass, which says whether the gradient had
+    changed when the pass began.
     """
 
     def __init__(self):

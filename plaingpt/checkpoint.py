@@ -42,9 +42,9 @@ def make_whole_gpt(GPT, config, activation_checkpointing=False):
 
 
 def check_tied(weights, config, GPT):
-    """Raises ValueError if two weights differ that a GPT ties, such as embedding and head.
+    """Raises ValueError if weights that a GPT ties, such as embedding and head, have two values.
 
-    load_state_dict would silently keep only one of the two weights. weights: a state dict. config:
+    load_state_dict would silently keep only one of the two values. weights: a state dict. config:
     the GPTConfig. GPT: the class of the model.
     """
     first_names = {}  # {parameter: the first of its names}
@@ -66,7 +66,7 @@ def convert_nanogpt(found, GPT):
     if not settings:
         settings = getattr(found.get("config"), "__dict__", {})
     if settings.get("vocab_size") not in (50257, 50304):
-        raise ValueError("another program wrote it, or its token ids are not GPT-2's")
+        raise ValueError("another program wrote this file, or the token ids are not GPT-2's")
     config = GPT.config_class(
         vocab_size=50257,
         block_size=settings["block_size"],

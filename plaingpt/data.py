@@ -252,8 +252,8 @@ def check_gpt2_ids(path):
         ids = open_shard(file)[: 2**16]
         if len(ids) and ids.max() < 256:
             raise UserError(
-                f"--data {path}: its ids are below 256, like ids of bytes or characters; give "
-                "--tokenizer bytes, or --tokenizer gpt2 if they are ids of GPT-2"
+                f"--data {path}: all ids are below 256, like ids of bytes or characters; give "
+                "--tokenizer bytes, or --tokenizer gpt2 if the ids are GPT-2's"
             )
 
 
@@ -261,8 +261,8 @@ class Data:
     """The opened data sets of a run.
 
     tokenizer: the Tokenizer of the run. gpt_config: the GPTConfig of the model that reads the data.
-    The lists train, val, shares and names contain one element per data set: its training Tokens,
-    its validation Tokens, its share as a Fraction, and its name in the log. fingerprints: {name of
+    The lists train, val, shares and names contain one element per data set: the training Tokens,
+    the validation Tokens, the share as a Fraction, and the name in the log. fingerprints: {name of
     a split: string}. n_bytes_of_id: number of bytes of text per token id, (vocab_size,) int64.
     """
 

@@ -28,10 +28,10 @@ class UserError(Exception):
 
 
 def run_program(main):
-    """Calls main(). Prints a UserError as one line. Any other exception keeps its traceback.
+    """Calls main(). Prints a UserError as one line.
 
     An OSError whose number is in REMEDIES is also printed as one line, because only the user can
-    remove the cause of such an error.
+    remove the cause of such an error. A bug keeps its traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # escapes characters that cannot be encoded

@@ -105,7 +105,7 @@ def lock(directory, flag, remedy="wait until it ends"):
         message = f"{flag} {directory}: another process uses this directory; {remedy}"
         raise UserError(message) from error
     except (ImportError, OSError) as error:  # Windows and some network disks do not support locks
-        print0(f"note: {directory} cannot be locked ({error}); start only one run there")
+        print0(f"note: {directory} cannot be locked ({error}); start only one run in it")
     return descriptor
 
 

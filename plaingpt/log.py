@@ -222,7 +222,7 @@ class RunLog:
             self.publish(step, {f"sample {i}": f"<pre>{html.escape(text)}</pre>"})
 
     def write_end(self, step, is_complete):
-        """Prints how the run has ended. On a GPU, adds the used memory to run.json.
+        """Prints how the run has ended. On a GPU, writes the memory that the run used to run.json.
 
         is_complete: False if a signal or --max_minutes has stopped the run.
         """
@@ -374,7 +374,7 @@ def print_summary(training, data, size):
             name = f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0):g}"
             n_tensors[name] = n_tensors.get(name, 0) + len(group["params"])
     print0("; ".join(f"{name}: {n} tensors" for name, n in n_tensors.items()))
-    n_read = config.max_steps * config.total_batch_size  # tokens, without a batch-size ramp-up
+    n_read = config.max_steps * config.total_batch_size  # tokens, if there is no batch-size ramp-up
     parts = zip(data.shares, data.train)
     epochs = max(int(n_read * share / len(tokens)) for share, tokens in parts)
     if epochs > 30:

@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
         gradients = [torch.where(skip, buffer, p.grad) for p, buffer in zip(parameters, buffers)]
         momentum = members[0][1]["momentum"]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        matrices = []  # (n_stacked, rows, columns) of each parameter
+        matrices = []  # the matrices of each parameter: (n_stacked, rows, columns)
         for (p, group), gradient, buffer in zip(members, gradients, buffers):
             update = gradient.lerp(buffer, momentum)  # Nesterov momentum
             if has_bfloat16(p.device):

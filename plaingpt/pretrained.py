@@ -223,10 +223,16 @@ def read_weights(name, GPT):
     if path.is_file():
         checkpoint = load_checkpoint(path, GPT)
         if "model_args" in checkpoint:  # from nanoGPT; build-nanogpt's GELU uses tanh
-            print0("note: nanoGPT's GELU is exact, plainGPT's uses tanh; logits may differ by 0.01")
+            print0(
+                "note: nanoGPT's GELU is exact, but plainGPT approximates GELU with tanh; logits "
+                "may differ by 0.01"
+            )
         return unpack(checkpoint, GPT)
     if name in ("scratch", "resume"):  # values of --init_from in nanoGPT
-        raise UserError(f"--init_from {name}: for a new run, remove this flag; or use --resume")
+        raise UserError(
+            f"--init_from {name}: to start a new run, remove this flag; to continue a run, use "
+            "--resume"
+        )
     # A name such as openai-community/gpt2 refers to the Hugging Face Hub, unless a local directory
     # has this name.
     is_local = path.parent.is_dir() and path.parent.name != ""

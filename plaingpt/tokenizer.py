@@ -210,7 +210,7 @@ def read_tokenizer_json(source):
     library = require("tokenizers").Tokenizer.from_str(json.dumps(settings))
     settings = json.loads(library.to_str())  # now contains every setting
     vocab = library.get_vocab()  # {token: id}
-    if len(set(vocab.values())) < len(vocab):  # a shared id decodes to only one of its tokens
+    if len(set(vocab.values())) < len(vocab):  # an id of two tokens decodes to only one
         raise ValueError("two tokens have the same id")
     names = [name for name in ([end_name] if end_name else END_NAMES) if name in vocab]
     if not names:
@@ -266,7 +266,8 @@ def splits_like_gpt2(settings):
     split = settings["pre_tokenizer"] or {}
     if settings["normalizer"] or split.get("type") != "ByteLevel" or split["add_prefix_space"]:
         return False
-    # use_regex means GPT-2's regular expression. Without merges, as in "bytes", no split is needed.
+    # With use_regex, the tokenizer splits text with GPT-2's regular expression. A tokenizer without
+    # merges, such as "bytes", needs no split.
     return split["use_regex"] or not settings["model"].get("merges")
 
 

@@ -64,7 +64,7 @@ def find_wandb_id(directory):
     """Returns the id of the newest W&B run in a run directory, or None."""
     ids = []
     for path in directory.glob("wandb/*run-*"):
-        # The id may contain dashes.
+        # The id of a W&B run may contain dashes.
         if found := re.fullmatch(r"(?:offline-)?run-(\d+_\d+)-(.+)", path.name):
             ids.append(found.groups())  # (time, id)
     return max(ids)[1] if ids else None

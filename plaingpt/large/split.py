@@ -137,9 +137,9 @@ def apply_fsdp(root, blocks, mesh, process):
     )
     for block in blocks:
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
-    # Embeddings, final norm and head are one group, in float32. After a forward pass, the group
-    # stays unsharded, because logits and loss need these layers. Therefore, named_parameters()
-    # returns the whole tensors of this group until a backward pass ends.
+    # FSDP shards embeddings, final norm and head as one group, in float32. After a forward pass,
+    # this group stays unsharded, because logits and loss need these layers. Therefore,
+    # named_parameters() returns the whole tensors of this group until a backward pass ends.
     fsdp.fully_shard(root, mesh=mesh, reshard_after_forward=False)
     # Validation and generation call the method named here instead of forward.
     fsdp.register_fsdp_forward_method(root, "call" if isinstance(root, Stage) else "hidden")

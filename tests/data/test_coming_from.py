@@ -43,7 +43,7 @@ def test_ids_of_nanogpt_with_more_than_16_bits(tmp_path, dtype, first):
 def test_ids_of_characters_are_not_gpt2s(tmp_path):
     """The user has not copied nanoGPT's meta.pkl, which shows that the ids mean characters."""
     np.arange(65, dtype="<u2").tofile(tmp_path / "train.bin")
-    with pytest.raises(UserError, match="its ids are below 256, like ids of bytes or characters"):
+    with pytest.raises(UserError, match="all ids are below 256, like ids of bytes or characters"):
         Sources([str(tmp_path)])
     assert Sources([str(tmp_path)], "bytes").tokenizer.name == "bytes"
 
@@ -89,7 +89,7 @@ def test_checkpoints_of_others(trainer, theirs, tmp_path, monkeypatch, capsys):
         load_newest(tmp_path, GPT)
     program("--checkpoint", path, "--max_new_tokens", 2, cwd=tmp_path, program="generate.py")
     torch.save(dict(found, model_args=dict(SHAPE, vocab_size=65)), path)
-    with pytest.raises(UserError, match="or its token ids are not GPT-2's"):
+    with pytest.raises(UserError, match="or the token ids are not GPT-2's"):
         load_model(str(path), GPT)
 
 

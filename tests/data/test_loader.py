@@ -355,6 +355,6 @@ def test_the_tokenizer_of_the_data(shards, capsys):
     with pytest.raises(UserError, match=re.escape(sentence)):
         find_tokenizer(shards, "gpt2")
     (shards / "progress.json").unlink()
-    with pytest.raises(UserError, match="its ids are below 256, like ids of bytes"):
+    with pytest.raises(UserError, match="all ids are below 256, like ids of bytes"):
         find_tokenizer(shards)
     assert find_tokenizer(shards, "bytes").name == "bytes"

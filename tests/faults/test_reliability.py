@@ -977,7 +977,7 @@ CASES = {
         ("--data meta", "unknown tokenizer '[7]'; copy its tokenizer.json next to the shards"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),
         ("--init_from missing.pt", "missing.pt: no such checkpoint ... give another file"),
-        ("--init_from scratch", "--init_from scratch: for a new run, remove this flag"),
+        ("--init_from scratch", "--init_from scratch: to start a new run, remove this flag"),
         ("--init_from=", "--init_from: is empty; give a value, or remove this flag"),
         (
             "--init_from log/baby --n_layer 3",
