@@ -362,7 +362,7 @@ for step in range(max_steps):
         mean_loss += loss.detach()  # detach, because mean_loss needs no graph
     # Scale the gradients down if their global norm, the root of the sum of squares, is above 1. A
     # very large gradient would otherwise stay in AdamW's running averages for many steps. All
-    # processes now have the same gradients, so all processes scale by the same factor.
+    # processes now have the same gradients, so all processes scale them by the same factor.
     norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)
     lr = get_lr(step)
     for optimizer in optimizers:

@@ -102,8 +102,9 @@ def lock(directory, flag, remedy="wait until it ends"):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        message = f"{flag} {directory}: another process uses this directory; {remedy}"
-        raise UserError(message) from error
+        raise UserError(
+            f"{flag} {directory}: another process uses this directory; {remedy}"
+        ) from error
     except (ImportError, OSError) as error:  # Windows and some network disks do not support locks
         print0(f"note: {directory} cannot be locked ({error}); start only one run in it")
     return descriptor

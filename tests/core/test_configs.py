@@ -177,7 +177,7 @@ def test_a_phase_that_is_longer_than_the_run_is_noted(name, capsys):
     configs("--preset", "baby", "--max_steps", "20", f"--{name}", "20")
     assert "note: --" not in capsys.readouterr().out
     configs("--preset", "baby", "--max_steps", "20", f"--{name}", "50")
-    assert f"note: --{name} is 50, but the run ends earlier\n" in capsys.readouterr().out
+    assert f"note: --{name} is 50, but the run ends after 20 steps\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
