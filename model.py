@@ -44,7 +44,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config, index):
         super().__init__()
-        self.index = index  # the block's number, from 0; an edit of this file can use it
+        self.index = index  # the block's number, from 0, for edits of this file
         self.n_head = config.n_head
         self.dropout = config.dropout
         # c_attn computes the query, key and value of all heads.
@@ -140,13 +140,13 @@ class GPT(nn.Module):
         initialized = set()
         for name, module in self.named_modules():
             own = set(module.parameters(recurse=False))
-            if own - initialized:  # False for lm_head, whose only parameter is also that of wte
+            if own - initialized:  # False for lm_head, whose only parameter is wte.weight
                 self.init_layer(name, module)
             initialized |= own
 
     @torch.no_grad()
     def init_layer(self, name, module):
-        """Initializes the parameters of one layer. Returns whether it knows the type of the layer.
+        """Initializes the parameters of one layer. Returns False if the layer has an unknown type.
 
         A layer of an unknown type keeps the initialization of its constructor. name: the name of
         the layer, such as "transformer.h.0.mlp.c_fc".
@@ -194,7 +194,7 @@ class GPT(nn.Module):
             x = x.bfloat16()  # a faster residual stream; LayerNorm still computes in float32
         for i, block in enumerate(self.transformer.h):
             if self.activation_checkpointing and torch.is_grad_enabled() and cache is None:
-                # checkpoint saves memory: it stores only the block's input, and the backward pass
+                # To save memory, checkpoint stores only the block's input, and the backward pass
                 # recomputes the block with the same RNG state, so the dropout masks are the same.
                 x = checkpoint(
                     block,
@@ -258,8 +258,8 @@ class GPT(nn.Module):
 
         AdamW uses the betas and eps of the GPT-3 paper, appendix B. Weight decay applies to each
         parameter with two or more dimensions: to matrices and embeddings, but also to a parameter
-        of shape (nh, 1, 1), if you add one. To exempt such a parameter, edit the condition of
-        `vectors` below, for example with its name.
+        of shape (nh, 1, 1), if you add one. To exempt this parameter from weight decay, edit the
+        condition of `vectors` below, for example with the name of the parameter.
         Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) updates the matrices of the
         blocks. Its updates are scaled to match the root mean square of AdamW's updates (Liu et al.
         2025, arXiv:2502.16982, section 2.2).
