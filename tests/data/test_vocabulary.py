@@ -458,16 +458,17 @@ def test_bits_per_byte_equals_a_hand_computation(zh, tmp_path, kind):
         data = ROOT / "input.txt"
         tokens = np.fromfile(data, np.uint8)
         tokens = tokens[len(tokens) * 9 // 10 :]
-        distance = (len(tokens) - 1) // 32 // 40 * 32  # the 40 sequences are evenly spaced
+        total = (len(tokens) - 1) // 32
+        starts = [i * total // 40 * 32 for i in range(40)]  # 40 evenly spaced sequences
     else:  # these shards contain end-of-text ids
         data = tmp_path / "s"
         make_shards(zh[0], data, "--tokenizer", zh[0] / kind if kind == "zh.json" else kind)
         tokens = np.load(min(data.glob("*_val_*")))
-        distance = 32
+        starts = range(0, 40 * 32, 32)
     flags = "--max_steps 1 --n_embd 8 --total_batch_size 128 --val_tokens 1280".split()
     run(train_gpt2.main, *TINY, *flags, "--log_dir", tmp_path / "a", "--data", data)
     model, found = load_model(tmp_path / "a", GPT)
-    rows = np.stack([tokens[i * distance : i * distance + 33] for i in range(40)])
+    rows = np.stack([tokens[start : start + 33] for start in starts])
     rows = torch.from_numpy(rows.astype(np.int64))
     y = rows[:, 1:].flatten()
     with torch.no_grad():
