@@ -11,13 +11,13 @@ Runs form a group if their names differ only in a number after a final "-" or
 "_", and if their settings differ only in --seed or in flags that do not change
 the losses. A line shows the mean of a group, and a band shows the mean ± one
 standard deviation. The table shows the validation loss of each group at the
-last step at which all its runs were validated. It compares each group with the
-first group, or says why their losses are not comparable. The 95 % confidence
-interval of the difference is from Welch's t-test, which needs two runs in each
-group.
+last step at which all its runs were validated. The table compares each group
+with the first group, or says why their losses are not comparable. The 95%
+confidence interval of the difference is from Welch's t-test, which needs two
+runs in each group.
 
 The training loss is drawn as a running mean. The y axes of the panels loss and
-norm are scaled to the values after the first 10 % of the steps. Dotted lines
+norm are scaled to the values after the first 10% of the steps. Dotted lines
 show published scores.
 """
 
@@ -37,7 +37,7 @@ from plaingpt.terminal import print0, print_result
 import numpy as np
 
 # {panel: label of its y axis}, in the order of the picture. A stream that belongs to none of these
-# panels gets its own panel after them.
+# panels gets its own panel after these panels.
 PANELS = dict(
     loss="loss (nats per token)",
     bpb="bits per byte",
@@ -104,12 +104,14 @@ def group_runs(runs):
 
 
 def validation_of(facts):
-    """Returns the settings that make validation losses comparable if they are equal: {name: value}.
+    """Returns settings that must be equal in two runs, {name: value}.
 
-    facts: the result of read_facts. Settings that are missing in the facts are omitted.
+    If one of these settings differs, the validation losses of the runs are not comparable. facts:
+    the result of read_facts. Settings that are missing in `facts` are omitted.
     """
     known = {**facts["train_config"], **facts["model_config"], **facts["fingerprints"]}
-    known["tokenizer"] = facts.get("tokenizer")  # train_config contains only the flag's value
+    # train_config contains only the value of --tokenizer.
+    known["tokenizer"] = facts.get("tokenizer")
     names = ("tokenizer", "block_size", "validation split", "val_tokens", "val_spread")
     return {name: known[name] for name in names if known.get(name) is not None}
 
@@ -120,7 +122,7 @@ def compare_groups(groups):
     The losses of a group are from the last step at which all its runs were validated. If no run has
     a validation loss, returns []. groups: the result of group_runs.
     """
-    rows = [("group", "runs", "step", "val loss", "difference", "95 % interval")]
+    rows = [("group", "runs", "step", "val loss", "difference", "95% interval")]
     first_losses = []  # losses of the first group
     first_validation = {}
     for name, runs in groups.items():
@@ -174,9 +176,9 @@ def legend_label(name):
 
 
 def running_mean(values):
-    """Returns the running mean: the mean of each value and the values shortly before it.
+    """Returns, for each value, the mean of the values in a window that ends with this value.
 
-    The window is 1 % of the run. Values that are not finite are ignored.
+    The length of the window is 1% of the number of values. Values that are not finite are ignored.
     """
     window = np.ones(max(1, len(values) // 100))
     finite = np.isfinite(values)
@@ -188,7 +190,7 @@ def running_mean(values):
 def split_stream(stream):
     """Splits the name of a stream that belongs to a layer, such as grad_11, into ("grad", 11).
 
-    Returns (stream, None) for all other streams. A stream that begins with val_ or bpb_ ends with
+    Returns (stream, None) for any other stream. A stream that begins with val_ or bpb_ ends with
     the name of a data set, which may end with any number. A number with four digits is not a layer,
     because models have at most 1000 layers.
     """
@@ -209,7 +211,8 @@ def draw_group(panels, name, color, runs, x_kind):
     panels: {name: matplotlib Axes}. name, color: the label and the color of the group. runs: the
     streams of each run. x_kind: "steps" or "tokens".
     """
-    # {step: number of tokens before this step}. log.txt contains the number after each step.
+    # {step: number of tokens before this step}. log.txt contains the number of tokens after each
+    # step.
     tokens = {step + 1: count for step, count in runs[0].get("tokens", {}).items()}
     for stream in runs[0]:
         panel = panels.get(panel_of(stream))  # the stream "tokens" has no panel
@@ -260,7 +263,7 @@ def draw_stream(panel, stream, name, color, x, values):
 
 
 def fit_to_the_end(panel):
-    """Scales the y axis to the values after the first 10 % of each line."""
+    """Scales the y axis to the values after the first 10% of each line."""
     values = []
     for line in panel.lines:
         if not line.get_label().startswith("_"):  # a faint line without a label is "_child0"
@@ -313,8 +316,8 @@ def draw(runs, x, wanted=None):
 def find_legend(panels):
     """Returns the lines of the legend that all panels share. panels: {name: Axes}.
 
-    The legend contains the lines of each group in the panel loss, or else in the first panel that
-    contains the group.
+    For each group, the legend contains its lines in the panel loss. If this panel does not contain
+    the group, the legend contains its lines in the first panel that does.
     """
     lines = []
     for name in sorted(panels, key=lambda name: name != "loss"):
@@ -325,7 +328,7 @@ def find_legend(panels):
 
 
 def find_panels(runs):
-    """Returns the names of the panels that these runs need, in the order of the figure."""
+    """Returns the names of the panels that `runs` need, in the order of the figure."""
     found = set()
     for streams, _ in runs.values():
         found.update(map(panel_of, streams))
@@ -357,11 +360,13 @@ def draw_sizes(entry, place):
     """Draws a verdict of experiment.py --sizes. Returns a matplotlib Figure.
 
     The figure shows the losses of the base and of the change over the compute of the base: the mean
-    and the standard deviation of the runs at each size. entry: the verdict. place: the path of its
-    file, for error messages.
+    and the standard deviation of the runs at each size. entry: the verdict. place: the path of
+    the file with the verdict, for error messages.
     """
     if "worth" not in entry:
-        raise UserError(f"{place}: is not a verdict of experiment.py --sizes; give its --json file")
+        raise UserError(
+            f"{place}: is not a verdict of experiment.py --sizes; give the file that --json wrote"
+        )
     figure = require("matplotlib.figure").Figure((7, 4), dpi=120, layout="constrained")
     panel = figure.subplots()
     flops = [own["flops"] for own in entry["by_size"]]
@@ -390,7 +395,7 @@ def main(argv=None):
     verdicts = [name for name in directories if name.endswith(".json")]
     if verdicts and len(directories) > 1:
         raise UserError(
-            f"{verdicts[0]}: is a verdict, which is drawn in its own picture; give only this file"
+            f"{verdicts[0]}: a verdict needs its own picture; give only this file, without runs"
         )
     if verdicts:
         place = Path(directories[0])

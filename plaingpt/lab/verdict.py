@@ -19,7 +19,7 @@ GOOD = ("better", "helps")  # version 1.0 wrote "helps" instead of "better"
 def welch(base, changed):
     """Computes Welch's t-test for two lists of losses.
 
-    Returns the difference of the means, half the width of its 95 % confidence interval, and the
+    Returns the difference of the means, half the width of its 95% confidence interval, and the
     one-sided p-value for a lower mean of `changed`.
     """
     test = require("scipy.stats").ttest_ind
@@ -41,10 +41,10 @@ def compare_losses(base, changed, delta):
         reason = "the interval is on one side of 0"
     else:
         verdict = "undecided"
-        # If the difference stays the same, the experiment is decided as soon as half the width of
-        # the interval is at most `goal`.
+        # If the difference and the variances stay the same, the experiment is decided as soon as
+        # half the width of the interval is at most `goal`.
         goal = max(abs(difference), delta - abs(difference))
-        n = np.arange(len(changed) + 1, 1001)  # runs per program, if the variances stay the same
+        n = np.arange(len(changed) + 1, 1001)  # possible numbers of runs per program
         error = np.sqrt((np.var(base, ddof=1) + np.var(changed, ddof=1)) / n)
         enough = n[require("scipy.stats").t.ppf(0.975, 2 * n - 2) * error <= goal]
         reason = f"about --seeds {[*enough, 'above 1000'][0]} may decide"
@@ -53,13 +53,13 @@ def compare_losses(base, changed, delta):
 
 
 def worth(i, flops, losses, difference):
-    """Returns the factor in compute with which the base would reach the loss of the change.
+    """Returns how many times its compute the base would need to reach the loss of the change.
 
-    The factor 1.2 means 20 % more compute. i: index of the model size. flops, losses: FLOPs and
+    The result 1.2 means 20% more compute. i: index of the model size. flops, losses: FLOPs and
     mean losses of the base at each size. difference: the loss of the change minus the loss of the
     base, at size i. The slope of the loss over the logarithm of compute is estimated from the
     neighboring sizes. Returns None if the loss does not fall with compute, or falls so little that
-    the factor is not a finite float.
+    the result is not a finite float.
     """
     n_ends = min(2, len(flops) - 1)  # neighbors that determine the slope at the first and last size
     slope = np.gradient(losses, np.log(flops), edge_order=n_ends)[i]
@@ -96,8 +96,8 @@ def discoveries_as_lines(entries):
     """
     # If all losses of an experiment are equal, its p-value is null.
     tested = [entry for entry in entries if entry.get("p_value") is not None]
-    # If a change was tested several times, it counts once, with the p-value of its confirmation, or
-    # without a confirmation with its last p-value.
+    # If a change was tested several times, the change counts once, with the p-value of its
+    # confirmation. If there is no confirmation, the change counts with its last p-value.
     tested.sort(key=lambda entry: bool(entry.get("confirm")))
     ideas = list({tuple(entry["keys"]): entry for entry in tested}.values())
     if not any(entry["verdict"] in GOOD for entry in ideas):
@@ -112,7 +112,7 @@ def discoveries_as_lines(entries):
 
 
 def read_ledgers(paths):
-    """Returns the experiments in some ledgers, as dicts. paths: a file may not exist yet."""
+    """Returns the experiments in the ledgers, as dicts. paths: missing files are skipped."""
     entries = []
     for path in filter(Path.exists, paths):
         with reading(path, "remove the line that is not JSON"):

@@ -35,9 +35,9 @@ function unpack(text, Type) {
   return unpacked.get(text);
 }
 
-const isCounted = (i) => i > 0 && (!shown.counted || shown.counted[i]);  // whether its loss counts
+const isCounted = (i) => i > 0 && (!shown.counted || shown.counted[i]);  // whether the loss of token i counts
 const countedTokens = () => shown.tokens.map((_, i) => i).filter(isCounted);
-const chosenRow = () => state.token - 1;  // of the attention weights: where the model predicts the chosen token
+const chosenRow = () => state.token - 1;  // the row of the attention weights at which the model predicts the chosen token
 
 /** Returns the recorded numbers of a snapshot, with the tokens of the recorded text. */
 function recorded(snapshot) {
@@ -127,7 +127,7 @@ function tokenOf(text) {
 }
 
 const formatLarge = (x) => (x < 1e6 ? x.toFixed(2) : x.toExponential(2));
-const percent = (p) => (p < 0.0005 ? "< 0.1 %" : `${(100 * p).toFixed(1)} %`);
+const percent = (p) => (p < 0.0005 ? "< 0.1%" : `${(100 * p).toFixed(1)}%`);
 const nameOf = (i) => shown.tokens[i] || "·";  // a byte that continues a character
 const describe = (i) => [`token ${i} `, tokenOf(nameOf(i))];
 const NOT_PREDICTED = "No token precedes this token, so it is not predicted.";
@@ -139,7 +139,7 @@ function makeTable(titles, rows) {
   for (const row of rows) {
     const cells = row.map((cell) => {
       const isElement = cell instanceof Element;
-      const isNumber = !isElement && /^[-+<]? ?[\d.]+( %)?$/.test(cell);
+      const isNumber = !isElement && /^[-+<]? ?[\d.]+%?$/.test(cell);
       return make("td", isNumber ? { className: "number" } : {}, [cell]);
     });
     table.append(make("tr", {}, cells));

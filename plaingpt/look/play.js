@@ -397,7 +397,7 @@ const RIDDLES = [
     check: checkHead,
   },
   {
-    question: () => `Replace one letter of the first text, so that the loss of another token rises above ${HIGH_LOSS}.`,
+    question: () => `Replace one letter of the first text, so that the loss of a different token rises above ${HIGH_LOSS}.`,
     check: checkLetter,
   },
   {
@@ -410,7 +410,7 @@ const RIDDLES = [
   },
   {
     question: () => `Change only the temperature, so that the likeliest token after the text above has a probability of `
-      + `at least ${100 * SURE} %.`,
+      + `at least ${100 * SURE}%.`,
     check: checkTemperature,
   },
   {
@@ -440,14 +440,14 @@ function makeRiddle({ choices, check }) {
     const end = text.length > 64 ? `…${text.slice(-64)}` : text;
     answer.textContent = isRight ? `✓ Right. ${sentence} The text was “${end}”.` : sentence;
     answer.classList.toggle("right", isRight);
-    if (isRight) riddle.classList.add("solved");  // it stays solved when the text changes
+    if (isRight) riddle.classList.add("solved");  // the riddle stays solved when the text changes
   });
   return riddle;
 }
 
 let asked = null;  // the text that the questions are about
 
-/** Draws the questions. If the text has changed, removes the answers to the old questions, except right ones. */
+/** Draws the questions. If the text has changed, removes the old answers, except right answers. */
 function drawQuestions() {
   const text = String(play.ids);
   const riddles = Array.from(byId("riddles").children);
@@ -463,7 +463,7 @@ function drawPlay() {
   const isLive = state.snapshot === LAST;
   for (const element of document.querySelectorAll(".play")) element.hidden = !isLive;
   byId("live").textContent = isLive
-    ? `Live: this page computes the model. Its losses differ from PyTorch's by at most ${play.difference}.`
+    ? `Live: this page runs the model. Its losses differ from PyTorch's by at most ${play.difference}.`
     : `look.py has stored these numbers. The page can run only the model of ${data.snapshots[LAST].name}.`;
   byId("stored").hidden = isLive;
   if (!isLive) {
@@ -497,7 +497,7 @@ function unpackModel({ config, weights, checks, why }) {
 function startPlay() {
   const made = unpackModel(data.live);
   if (!(made instanceof Play)) {
-    byId("live").textContent = `This page shows numbers that look.py has stored, and does not compute the model: ${made}.`;
+    byId("live").textContent = `This page shows numbers that look.py has stored, and does not run the model: ${made}.`;
     return;
   }
   play = made;
@@ -505,8 +505,8 @@ function startPlay() {
   byId("stored").textContent = "Only the last checkpoint is live. This is the first text. The page shows your text again "
     + `at ${data.snapshots[LAST].name}.`;
   const { block_size } = play.gpt.config;
-  byId("context").textContent = `The context has ${block_size} tokens. Of a longer text, the model reads the last `
-    + `${block_size}, which are then tokens 0 to ${block_size - 1}.`;
+  byId("context").textContent = `The context has ${block_size} tokens. If the text is longer, the model reads the last `
+    + `${block_size} tokens. The page then shows them as tokens 0 to ${block_size - 1}.`;
   for (let i = 0; i < BARS; i++) {
     const button = make("button");
     button.addEventListener("click", () => appendToken(Number(button.dataset.id)));

@@ -641,7 +641,7 @@ def test_a_browser_shows_the_numbers(browser, run, tmp_path):
         assert f"token {token} " in card
         assert f"loss {loss:.4f}" in card and f"rank {prediction.ranks[token - 1]}" in card
         for p in prediction.probs[token - 1]:
-            assert f"{100 * p:.1f} %" in card
+            assert f"{100 * p:.1f}%" in card
         assert f"Mean loss {prediction.losses.mean():.4f}" in text_of(dom, "facts")
         blocks = text_of(dom, "blocks")
         for block in record.blocks:
@@ -903,7 +903,7 @@ def test_what_a_reader_does_with_a_live_page(browser, run, page_of_text):
             logits = torch.tensor(logits_of(gpt, ids_of(TEXT.replace("R", "Q")))[-1])
             p = (logits / 0.05).softmax(-1).max()
             start = "At temperature 0.05, the likeliest token has a probability of"
-            assert answers == [f"{start} {100 * p:.1f} %."]
+            assert answers == [f"{start} {100 * p:.1f}%."]
             continue
         assert sum(answer.startswith("✓ Right.") for answer in answers) == 1, answers
     # If the text changes, a solved riddle stays solved, and quotes the text of its answer. A riddle
@@ -1039,11 +1039,11 @@ def test_the_answer_of_riddle_2_is_a_sentence(browser, page_of_text):
 def test_small_probabilities_look_the_same_everywhere(browser, page_of_text):
     open_page(browser, page_of_text, "")
     shown = browser.run("[0, 1e-9, 0.0004, 0.0006, 0.5].map(percent)")
-    assert shown == ["< 0.1 %", "< 0.1 %", "< 0.1 %", "0.1 %", "50.0 %"]
+    assert shown == ["< 0.1%", "< 0.1%", "< 0.1%", "0.1%", "50.0%"]
     for script in ("byId('temperature').value = 0; drawNext()", "byId('top_k').value = 2; type()"):
         browser.run(script)
         text = browser.run("document.querySelector('main').innerText")
-        assert "< 0.1 %" in text and not re.search(r"(?<!\d)0\.0 %", text)
+        assert "< 0.1%" in text and not re.search(r"(?<!\d)0\.0%", text)
 
 
 @pytest.mark.slow
@@ -1216,6 +1216,6 @@ def test_a_changed_model_is_not_computed(browser, tmp_path, name):
     live = look.describe_live(config, newest, text)
     (tmp_path / "a.html").write_bytes(build_page(text, snapshots, ["run"], BYTES, live))
     dom = open_page(browser, tmp_path / "a.html", "")
-    assert "does not compute the model: its losses differ from PyTorch's by" in text_of(dom, "live")
+    assert "does not run the model: its losses differ from PyTorch's by" in text_of(dom, "live")
     assert f"loss {snapshots[0].looks[0].record.prediction.losses[1]:.4f}" in text_of(dom, "card")
     assert browser.run("byId('typed').checkVisibility()") is False
