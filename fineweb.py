@@ -3,17 +3,16 @@
   python fineweb.py                                    tokenizes FineWeb-Edu
   python fineweb.py --input a.jsonl --output_dir mine  tokenizes your own text
   python fineweb.py --input 'wiki/*.parquet' b.txt.gz --output_dir mine
-  python fineweb.py --ready 10                         downloads ten shards of
-                                                       FineWeb-Edu that somebody
-                                                       has tokenized
+  python fineweb.py --ready 10                         downloads ten tokenized
+                                                       shards of FineWeb-Edu
 
 --input accepts .jsonl (or .ndjson, .jsonlines), .json, .csv, .tsv and .txt
-files (also compressed: .gz or .zst), .parquet files, directories of such
-files, and directories written by save_to_disk of Hugging Face datasets. In a
-.txt file, <|endoftext|> separates documents. --tokenizer selects your own
-tokenizer, which tokenizer.py can train. To continue after an interruption, run
-the same command again. fineweb.py skips and counts damaged records, and shows
-the first 5 of them. With --strict, it stops at the first damaged record.
+files (also compressed: .gz or .zst), .parquet files, directories of such files,
+and directories written by save_to_disk of Hugging Face datasets. In a .txt
+file, <|endoftext|> separates documents. --tokenizer selects your own tokenizer,
+which tokenizer.py can train. To continue after an interruption, run the same
+command again. fineweb.py skips and counts damaged records, and shows the first
+5 of them. With --strict, fineweb.py stops at the first damaged record.
 """
 
 # plaingpt/documents.py reads a stream of documents. Several threads tokenize batches of documents.
@@ -65,14 +64,18 @@ class ShardConfig:
     name: str | None = flag(None, "configuration of --dataset [FineWeb-Edu: sample-10BT]")
     text_key: str = flag("text", "field or column that contains the text")
     tokenizer: str = flag("gpt2", "a tokenizer.json, its directory, or a name on the hub")
-    end_of_text: str | None = flag(None, "name of the end-of-text token, which separates documents")
+    end_of_text: str | None = flag(
+        None, "string of the token that separates documents, such as </s>"
+    )
     output_dir: str = flag("edu_fineweb10B", "directory for the shards")
     shard_size: int | None = flag(None, "tokens per shard [10^8; small data: fewer]", at_least=1)
-    val_shards: int = flag(1, "number of validation shards; these are the first shards", at_least=0)
+    val_shards: int = flag(
+        1, "number of shards for validation; the first shards are used", at_least=0
+    )
     max_shards: int = flag(10**6, "stop after this many shards", at_least=1)
     num_proc: int | None = flag(None, "number of tokenizer threads [one per core]", at_least=1)
     strict: bool = flag(False, "stop at the first damaged record")
-    ready: int | None = flag(None, "download this many tokenized shards instead", at_least=1)
+    ready: int | None = flag(None, "instead of tokenizing, download this many shards", at_least=1)
 
 
 def read_progress(directory, name, settings):
@@ -83,9 +86,9 @@ def read_progress(directory, name, settings):
     with different settings.
 
     name: the name of new shards. settings: the settings that must not change when fineweb.py
-    continues. facts["next"] says where the next shard begins: [n, m] means that the earlier shards
-    contain the first n documents, and then m tokens of the documents that follow. None means that
-    no documents are left.
+    continues after an interruption. facts["next"] says where the next shard begins: [n, m] means
+    that the earlier shards contain the first n documents, and then m tokens of the documents that
+    follow. None means that no documents are left.
     """
     facts = dict(settings, name=name, shards=0, tokens=0, documents=0, skipped=0, next=[0, 0])
     replaced = {"meta.json", "progress.json", "tokenizer.json"} & set(os.listdir(directory))
@@ -98,19 +101,22 @@ def read_progress(directory, name, settings):
     differ = [key for key in settings if old.get(key) != settings[key]]
     if differ:
         raise UserError(
-            f"{directory}: contains files of a different {', '.join(differ)}; use a new directory"
+            f"{directory}: its files were written with a different {', '.join(differ)}; "
+            "use a new directory"
         )
-    facts.update(old)  # keeps the old name even if the directory was renamed
+    facts.update(old)  # the shards keep their name even if the directory was renamed
     if len(shards) < facts["shards"]:
-        raise UserError(f"{directory}: a shard is missing; restore it, or use a new directory")
+        raise UserError(
+            f"{directory}: a shard is missing; restore the shard, or use a new directory"
+        )
     return facts
 
 
 def save_shard(directory, facts, parts, following, tokenizer):
-    """Writes the next shard. Writes progress.json before the shard, and again after it.
+    """Writes the next shard. Writes progress.json before the shard, and again after the shard.
 
-    facts: as in read_progress; changed in place. parts: arrays that contain the tokens of the
-    shard. following: the value of facts["next"] after this shard.
+    facts: the result of read_progress, which save_shard updates. parts: arrays that contain the
+    tokens of the shard. following: the value of facts["next"] after this shard.
     """
     index = facts["shards"]
     split = "val" if index < facts["val_shards"] else "train"
@@ -138,7 +144,7 @@ def save_shard(directory, facts, parts, following, tokenizer):
 
 
 def make_batches(documents):
-    """Yields lists of Documents. A list ends after about a megabyte of text, or at DOCUMENTS.
+    """Yields lists of Documents. A list ends when it contains BATCH characters or DOCUMENTS items.
 
     Only the first Document of a list may be the continuation of an earlier Document.
     """
@@ -159,8 +165,8 @@ def make_batches(documents):
 def encode_batch(batch, tokenizer):
     """Encodes the Documents of a batch. Returns (batch, tokens).
 
-    tokens: (n,), with end_of_text before each Document, but not before a Document that continues an
-    earlier Document.
+    tokens: end_of_text and the token ids of each Document, (n,). If a Document continues an earlier
+    Document, there is no end_of_text before its token ids.
     """
     good = [document for document in batch if document.text is not None]
     tokens = tokenizer.encode_documents([document.text for document in good])
@@ -170,7 +176,7 @@ def encode_batch(batch, tokenizer):
 
 
 def encode_all(documents, tokenizer, n_threads):
-    """Yields the results of encode_batch in order. Threads encode a few batches ahead."""
+    """Yields the result of encode_batch for each batch. Threads encode a few batches ahead."""
     with ThreadPoolExecutor(n_threads) as pool:
         futures = (pool.submit(encode_batch, batch, tokenizer) for batch in make_batches(documents))
         running = [*itertools.islice(futures, 2 * n_threads)]
@@ -180,10 +186,11 @@ def encode_all(documents, tokenizer, n_threads):
 
 
 def skip_damaged(batch, n_before, strict):
-    """Returns the number of damaged Documents in a batch. Prints the first SHOWN of all batches.
+    """Counts the damaged Documents of a batch. Returns their number.
 
-    n_before: the number of damaged Documents in earlier batches. strict: whether to raise UserError
-    if a Document is damaged.
+    Prints a line for each of the first SHOWN damaged Documents of all batches together. n_before:
+    the number of damaged Documents in earlier batches. strict: whether to raise UserError if a
+    Document is damaged.
     """
     damaged = [f"{each.where}: {each.problem}" for each in batch if each.problem]
     if damaged and strict:
@@ -194,14 +201,15 @@ def skip_damaged(batch, n_before, strict):
 
 
 def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
-    """Writes the shards that are not in the directory yet. Updates `facts`, see read_progress.
+    """Writes the shards that are not in the directory yet. Updates `facts`, from read_progress.
 
-    paths, n_bytes: the files to read, and their total size.
+    paths, n_bytes: the files to read, and their total size in bytes.
     """
     if facts["shards"]:
         print0(f"{directory} contains {facts['shards']} complete shards: continuing after them")
-    # n_used: how many tokens of the next batches are already in earlier shards. After version 2.1,
-    # whose batches contain more documents, these may be more tokens than the next batch contains.
+    # n_used: how many tokens of the next batches are already in earlier shards. If version 2.1,
+    # whose batches contain more documents, wrote these shards, n_used may exceed the number of
+    # tokens in the next batch.
     n_done, n_used = facts["next"]
     is_gpt2 = tokenizer.name == "gpt2"
     documents = read_documents(paths, config.text_key, cut=is_gpt2, skip=n_done)
@@ -209,7 +217,7 @@ def write_shards(directory, facts, config, paths, n_bytes, tokenizer):
     parts = []  # tokens of the next shard
     with tqdm(total=n_bytes, unit="B", unit_scale=True, mininterval=1) as bar:
         for batch, tokens in encode_all(documents, tokenizer, n_threads):
-            if n_used == 0:  # otherwise, an earlier run has counted the damaged records
+            if n_used == 0:  # otherwise, these damaged records are already counted
                 facts["skipped"] += skip_damaged(batch, facts["skipped"], config.strict)
             while n_used < len(tokens) and facts["shards"] < config.max_shards:
                 room = facts["shard_size"] - sum(map(len, parts))
@@ -276,12 +284,13 @@ def main(argv=None):
     name = directory.resolve().name
     if facts_of_source["source"].get("dataset") == FINEWEB:
         name = "edufineweb"
-    # This size yields 20 shards at 4 bytes per token and 40 shards at 2 bytes per token, so even a
-    # small text yields shards for both validation and training. Compressed files yield more shards,
-    # because their uncompressed size is unknown.
+    # `usual_size` yields 20 shards at 4 bytes per token and 40 shards at 2 bytes per token, so even
+    # a small text yields shards for both validation and training. Compressed files yield more
+    # shards, because their uncompressed size is unknown.
     n_bytes = sum(map(count_bytes, paths))
     usual_size = min(SHARD_SIZE, max(1000, n_bytes // 80))
-    # Shards of a data set on the hub keep the size that version 2.1 derived from its cache.
+    # Existing shards of a data set on the hub keep their size, because version 2.1 derived a
+    # different size from its cache.
     usual_size = read_meta(directory).get("shard_size", usual_size)
     settings = dict(
         **facts_of_source,

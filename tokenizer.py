@@ -5,7 +5,7 @@
 
 --input accepts the same files as fineweb.py. The tokenizer is a byte-level BPE,
 so it can encode any text. The output is a tokenizer.json in Hugging Face
-format. This program needs a package: pip install tokenizers
+format. First install the package tokenizers: pip install tokenizers
 """
 
 import heapq
@@ -28,10 +28,10 @@ PIECE = 10_000  # characters; read_sample splits documents into pieces of this s
 @dataclass
 class VocabularyConfig:
     input: list[str] | None = flag(None, "files or quoted glob patterns, as in fineweb.py")
-    vocab_size: int = flag(32000, "vocabulary size; a small text yields fewer ids", above=256)
+    vocab_size: int = flag(32000, "vocabulary size; smaller if the text is small", above=256)
     output: str = flag("tokenizer.json", "file to write")
     text_key: str = flag("text", "field or column that contains the text")
-    sample_bytes: int = flag(2 * 10**7, "train on at most this many bytes", at_least=1)
+    sample_bytes: int = flag(2 * 10**7, "train on a sample of at most this many bytes", at_least=1)
 
 
 def read_sample(config):
@@ -42,7 +42,7 @@ def read_sample(config):
     paths = find_files(config.input)
     random_key = random.Random(0).random
     sample = []  # a heap of (random key, piece): the pieces with the largest keys so far
-    size = 0  # total bytes of these pieces
+    size = 0  # total bytes of the pieces in `sample`
     n_damaged = 0
     first_damaged = ""
     for document in read_documents(paths, config.text_key, cut=True):
@@ -79,14 +79,15 @@ def main(argv=None):
         length=len(texts),
         show_progress=sys.stderr.isatty(),
     )
-    library.add_special_tokens([END_OF_TEXT])  # this token gets the last id
+    library.add_special_tokens([END_OF_TEXT])  # END_OF_TEXT gets the last id
     source = library.to_str()
     write_json(config.output, json.loads(source))
     sample = "".join(texts[::20])
     for name, own in ((config.output, source), ("gpt2", "gpt2")):
         tokenizer = get_tokenizer(own)
         ratio = len(sample.encode()) / len(tokenizer.encode(sample))
-        print0(f"{name}: {tokenizer.n_vocab:,} ids, {ratio:.2f} bytes per token of the text")
+        size = f"vocabulary size {tokenizer.n_vocab:,}"
+        print0(f"{name}: {size}, {ratio:.2f} bytes per token of the text")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """Shards: files of token ids, and Tokens, which joins the files of a split.
 
 A shard is a file {name}_{train|val}_{index:06d}.npy with a one-dimensional array. The ids are
-uint16, as in build-nanogpt, or uint32 for vocabularies above 65,536 ids. Each document begins with
-the end-of-text id. The file meta.json says how fineweb.py made the shards. Until the shards are
-complete, the name of this file is progress.json.
+uint16, as in build-nanogpt, or uint32 if the vocabulary size is above 65,536. Each document begins
+with the id of the end-of-text token. The file meta.json says how fineweb.py made the shards. Until
+the shards are complete, the name of this file is progress.json.
 
 A .bin file of llm.c contains a header of 256 int32, then ids as uint16 or uint32. nanoGPT's
 train.bin and val.bin contain ids as uint16, without a header.
 
 Megatron's data are pairs of files: X.idx describes the tokens in X.bin. X.idx begins with 9 magic
 bytes, the version, a code for the dtype of the tokens, the number of sequences, and the number of
-document boundaries. Three arrays follow: the length of each sequence, the position of its first
-byte in X.bin, and the indices of the sequences that begin documents (Megatron-LM,
+document boundaries. Three arrays follow: the length of each sequence, the position of each
+sequence in X.bin in bytes, and the indices of the sequences that begin documents (Megatron-LM,
 megatron/core/datasets/indexed_dataset.py).
 """
 
@@ -59,7 +59,7 @@ def open_shard(path):
         if ids.dtype not in (np.uint16, np.uint32) or ids.ndim != 1:
             raise ValueError(f"{ids.dtype} {ids.shape}, not uint16 or uint32 (n,)")
         described = ids.offset + ids.nbytes
-        # If the file is shorter, mapping it has already failed.
+        # If the file is shorter than the header says, np.load or np.memmap has already failed.
         if (size := os.path.getsize(ids.filename)) != described:
             raise ValueError(f"{size:,} bytes of data, but the header says {described:,} bytes")
         return ids
@@ -112,7 +112,7 @@ def check_end(path):
     """
     ids = open_shard(path)
     last_tenth = ids[-(len(ids) // 10) - 1 :]
-    if len(last_tenth) < 1000:  # this could be text
+    if len(last_tenth) < 1000:  # so few tokens may be equal in a real text
         return
     # The last tenth is read only if the last 1000 ids, and the first id of this tenth, are equal.
     for part in (last_tenth[-1000:], last_tenth[:1], last_tenth):
@@ -133,9 +133,9 @@ def note_missing(directory):
     if (directory / "progress.json").exists():
         print0(
             f"note: {directory} is incomplete, because fineweb.py is running or was interrupted; "
-            "you cannot resume a run on it after fineweb.py has written more shards"
+            "a run on these shards cannot be resumed after fineweb.py has written more shards"
         )
-    numbers = {}  # {name of the shards with their split: their numbers}
+    numbers = {}  # {name and split of shards: {number: name of the file}}
     for file in find_shards(directory, "train") + find_shards(directory, "val"):
         name, _, number = file.stem.rpartition("_")
         if number.isdecimal():
@@ -218,10 +218,10 @@ def check_complete(directory, n_tokens):
 class Tokens:
     """The tokens of a split: the files one after the other, from `start` to `stop`.
 
-    name: the name in messages. files: paths of shards, or [array] with the ids of a text file.
-    vocab_size: vocabulary size of the model. counted: for pairs, (n,) bool, which tokens of the
-    array are targets; None: all tokens. is_held_out: whether these tokens are held out from the
-    training data, because there is no val split on disk.
+    name: the name that messages show. files: paths of shards, or [array] with the ids of a text
+    file. vocab_size: vocabulary size of the model. counted: for pairs, whether each token of the
+    array is a target, (n,) bool; None means that all tokens are targets. is_held_out: whether the
+    tokens were held out from the training data, because the data contain no validation split.
     """
 
     def __init__(self, name, files, vocab_size, counted=None, is_held_out=False):
@@ -245,7 +245,7 @@ class Tokens:
         return self.stop - self.start
 
     def hold_out(self, cut, name):
-        """Splits the tokens at index `cut`. Returns (Tokens before it, held-out Tokens after it).
+        """Splits the tokens at index `cut`. Returns (Tokens before `cut`, held-out Tokens).
 
         name: the name of the held-out Tokens.
         """
@@ -278,7 +278,7 @@ class Tokens:
         return ids
 
     def read_sequence(self, start, T):
-        """Returns the T inputs from `start` on, and the targets, the next tokens: (2, T) int64.
+        """Returns T inputs from `start` on, and their targets, the next tokens: (2, T) int64.
 
         If the loss ignores a target, the target is -100.
         """
@@ -332,8 +332,9 @@ def find_cut(items, val_fraction, end_of_text=None):
     """Returns the index of the first validation item. items: Tokens, or a list of pairs.
 
     The last val_fraction of the items are for validation. If end_of_text is given, this function
-    looks for the start of a document in the first half of these tokens, but not beyond 2^20 tokens.
-    Validation then begins with this document. If no document begins there, nothing changes.
+    looks for the start of a document in the first half of the validation tokens, and at most in the
+    first 2^20 of them. The validation tokens then begin with this document. If no document begins
+    there, the index does not change.
     """
     n = math.ceil(len(items) * Fraction(str(val_fraction)))
     cut = len(items) - n

@@ -297,7 +297,9 @@ def test_a_mistake_unlocks_the_directory(tmp_path):
     """The directory is unlocked even if the traceback still exists, as in a notebook."""
     path, out = write(tmp_path / "jsonl.jsonl", ["a"]), tmp_path / "out"
     fine("--input", path, directory=out)
-    with pytest.raises(UserError, match="files of a different shard_size") as error:
+    with pytest.raises(
+        UserError, match="its files were written with a different shard_size"
+    ) as error:
         fine("--input", path, directory=out, shard_size=600)
     os.close(lock(out, "--output_dir"))
     assert error.tb is not None
@@ -389,10 +391,12 @@ def test_refuses_a_directory_with_other_shards(documents, tmp_path):
     path, out = write(tmp_path / "jsonl.jsonl", documents[:50]), tmp_path / "out"
     fine("--input", path, "--max_shards", 2, directory=out, shard_size=500)
     before = everything_in(out)
-    with pytest.raises(UserError, match=r"files of a different shard_size; use a new directory"):
+    with pytest.raises(
+        UserError, match=r"its files were written with a different shard_size; use a new directory"
+    ):
         fine("--input", path, directory=out, shard_size=600)
     write(path, documents[:60])
-    with pytest.raises(UserError, match="files of a different source"):
+    with pytest.raises(UserError, match="its files were written with a different source"):
         fine("--input", path, directory=out, shard_size=500)
     assert everything_in(out) == before
 
@@ -443,7 +447,9 @@ def test_a_missing_shard_is_refused(documents, tmp_path):
     fine("--input", path, directory=out, shard_size=500)
     before, shard = everything_in(out), out / "out_train_000002.npy"
     shard.unlink()
-    with pytest.raises(UserError, match="a shard is missing; restore it, or use a new directory"):
+    with pytest.raises(
+        UserError, match="a shard is missing; restore the shard, or use a new directory"
+    ):
         fine("--input", path, directory=out, shard_size=500)
     shard.write_bytes(before[shard.name])
     # This simulates that fineweb.py was killed just before it wrote meta.json.

@@ -350,7 +350,10 @@ def test_the_tokenizer_of_the_data(shards, capsys):
     assert find_tokenizer(shards).name == "bytes" == find_tokenizer(ROOT / "input.txt").name
     (shards / "meta.json").rename(shards / "progress.json")
     assert find_tokenizer(shards).name == "bytes" == find_tokenizer(shards, "bytes").name
-    assert "you cannot resume a run on it after fineweb.py has written" in capsys.readouterr().out
+    assert (
+        "a run on these shards cannot be resumed after fineweb.py has written"
+        in capsys.readouterr().out
+    )
     sentence = f"{shards}: contains tokens of bytes; remove --tokenizer gpt2"
     with pytest.raises(UserError, match=re.escape(sentence)):
         find_tokenizer(shards, "gpt2")

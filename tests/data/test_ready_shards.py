@@ -205,7 +205,9 @@ def test_fineweb_does_not_add_to_ready_shards(files, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / VAL).write_bytes(files[VAL])
-    with pytest.raises(UserError, match="contains files of a different .*; use a new directory"):
+    with pytest.raises(
+        UserError, match="its files were written with a different .*; use a new directory"
+    ):
         fineweb.main(["--input", str(tmp_path / "a.txt"), "--output_dir", str(tmp_path / "out")])
     assert names(tmp_path / "out") == [VAL]
 

@@ -159,7 +159,9 @@ def test_a_new_vocabulary(zh):
     d, _ = zh
     assert (d / "again.json").read_bytes() == (d / "zh.json").read_bytes()
     found, out = load_tokenizer(d / "zh.json"), (d / "out.txt").read_text()
-    ours, gpt2 = re.findall(r"(?m)^(.*): (.*) ids, ([\d.]+) bytes per token of the text$", out)
+    ours, gpt2 = re.findall(
+        r"(?m)^(.*): vocabulary size (.*), ([\d.]+) bytes per token of the text$", out
+    )
     assert ours[:2] == ("again.json", "4,000") and gpt2[:2] == ("gpt2", "50,257")
     assert float(ours[2]) > 1.8 * float(gpt2[2])
     assert found.n_vocab == 4000 and found.special == {"<|endoftext|>": 3999}
@@ -171,7 +173,7 @@ def test_a_small_text_gives_fewer_ids_than_asked_for(tmp_path, capsys):
     flags = ["--input", str(tmp_path / "a.txt"), "--vocab_size", "5000", "--output", output]
     tokenizer.main(flags)
     n = load_tokenizer(output).n_vocab
-    assert n < 300 and f"a.json: {n} ids, " in capsys.readouterr().out
+    assert n < 300 and f"a.json: vocabulary size {n}, " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -636,7 +638,7 @@ def test_the_output_may_be_a_pipe(tmp_path, capsys):
         flags = ["--input", str(tmp_path / "a.txt"), "--vocab_size", "270", "--output", str(pipe)]
         tokenizer.main(flags)
         assert len(json.load(reader)["model"]["vocab"]) == 269  # without <|endoftext|>
-    assert f"{pipe}: 270 ids, 1.7" in capsys.readouterr().out
+    assert f"{pipe}: vocabulary size 270, 1.7" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -420,7 +420,7 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path, whole, damage, message):
         (
             "fineweb.py",
             "--input text.txt --output_dir brace",
-            "brace: contains files of a different",
+            "brace: its files were written with a different",
         ),
         ("plot.py", "foreign", "foreign/run.json: is damaged ( ... restore it"),
         ("core.py", "--bundle foreign", "foreign/core.yaml: is damaged (no field 'icl_tasks')"),
@@ -625,7 +625,8 @@ def test_another_input_of_the_same_name_and_size(tmp_path, flags):
     half = len(TEXT) // 2
     (tmp_path / "a.txt").write_text(TEXT[:half] + TEXT[half:].replace("e", "a"))
     _, err = program(*flags, cwd=tmp_path, program="fineweb.py", status=2)
-    assert err == "error: out: contains files of a different input_checksum; use a new directory\n"
+    message = "its files were written with a different input_checksum; use a new directory"
+    assert err == f"error: out: {message}\n"
     assert everything(tmp_path / "out") == before
     (tmp_path / "a.txt").write_text(TEXT)
     out, _ = program(*flags, cwd=tmp_path, program="fineweb.py")
@@ -703,7 +704,10 @@ def test_a_file_of_the_user_is_not_replaced(world, name):
     write_json(world / f"my_{name}" / name, {"mine": 1})
     flags = f"--input text.txt --output_dir my_{name}"
     fails(
-        world, "fineweb.py", flags, f"my_{name}: contains files of a different source, ... new dir"
+        world,
+        "fineweb.py",
+        flags,
+        f"my_{name}: its files were written with a different source, ... new dir",
     )
 
 
