@@ -28,7 +28,7 @@ def examples(records):
 
 
 def prompt_ids(example, tokenizer):
-    """Yields the ids of a prompt and of its response, as in training."""
+    """Yields (ids of the prompt, [ids of the response]). Training uses the same ids."""
     prompt = tokenizer.encode(example.contexts[0])
     response = tokenizer.encode(example.endings[0])
     check_ending(response, example.contexts[0], example.endings[0])

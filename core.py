@@ -54,7 +54,7 @@ COLUMNS = ("query", "choices", "context_options", "context", "continuation", "go
 @dataclass
 class Options:
     bundle: str | None = flag(None, "bundle directory or .jsonl file [current directory]")
-    tasks: list[str] | None = flag(None, "names of tasks, also separated by commas [all]")
+    tasks: list[str] | None = flag(None, "names of tasks, separated by spaces or commas [all]")
     max_per_task: int | None = flag(None, "maximum number of items per task [all]", at_least=1)
     num_fewshot: int | None = flag(
         None, "number of solved examples per prompt [from the bundle; .jsonl file: 0]", at_least=0
@@ -80,7 +80,7 @@ class Task:
 
 
 def load(path, limit=0, **options):
-    """Loads a bundle. Returns the Examples of all its tasks, in order.
+    """Loads a bundle. Returns the Examples of the chosen tasks, in order.
 
     path, limit: the values of --data and --limit, which mean the same as --bundle and
     --max_per_task. options: the fields of Options.
@@ -192,7 +192,7 @@ def load_task(task, options):
 
 
 def mean_chance(examples):
-    """Returns the mean chance accuracy of the items. It is 0 for an item of language_modeling."""
+    """Returns the mean chance accuracy of items. An item of language_modeling counts as 0."""
     chances = []
     for example in examples:
         is_choice = example.kind != "language_modeling"
@@ -210,7 +210,7 @@ def make_example(item, delimiter, kind=None):
     example = make(item, delimiter)
     if not 0 <= example.label < len(example):
         raise bad_record(item, f"gold {example.label}: must be from 0 to {len(example) - 1}")
-    # If there is only one choice, it cannot be compared with others, so the model must generate it.
+    # A single choice cannot be compared with other choices, so the model must generate this choice.
     return replace(example, kind=kind if len(example) > 1 else "language_modeling")
 
 
@@ -224,7 +224,7 @@ def find_kind(item):
 
 
 def prompts(example):
-    """Returns all prompts. Each of them contains the solved examples, a context and an ending."""
+    """Returns all prompts of an Example: its solved examples, one context and one ending each."""
     shots = "".join(example.shots)
     return [shots + context + ending for context in example.contexts for ending in example.endings]
 
@@ -246,7 +246,10 @@ def make_multiple_choice(item, delimiter):
 
 
 def split_multiple_choice(example, encode):
-    """Yields what prompt_ids yields. The context is the common prefix of all encoded prompts."""
+    """Yields (ids of the context, [ids of each ending]) once.
+
+    The context is the common prefix of all encoded prompts.
+    """
     ids = [encode(prompt) for prompt in prompts(example)]
     n = len(os.path.commonprefix(ids))  # commonprefix also accepts lists
     yield ids[0][:n], [prompt[n:] for prompt in ids]
@@ -264,7 +267,10 @@ def make_schema(item, delimiter):
 
 
 def split_schema(example, encode):
-    """Yields what prompt_ids yields. The ending is the common suffix of all encoded prompts."""
+    """Yields (ids of a context, [ids of the ending]) for each prompt.
+
+    The ending is the common suffix of all encoded prompts.
+    """
     ids = [encode(prompt) for prompt in prompts(example)]
     n = len(os.path.commonprefix([prompt[::-1] for prompt in ids]))
     for prompt in ids:
@@ -282,11 +288,11 @@ def make_language_modeling(item, delimiter):
 
 
 def split_language_modeling(example, encode):
-    """Yields what prompt_ids yields.
+    """Yields (ids of the context, [ids of the ending]) once.
 
     The context is the common prefix of two encoded texts: the whole prompt, and the prompt without
-    its ending. Raises UserError if no ids are left for the ending. In this case, nanochat stops
-    with an error, too.
+    its ending. Raises UserError if no ids are left for the ending. nanochat also stops with an
+    error in this case.
     """
     (prompt,) = prompts(example)
     before = prompt.removesuffix(example.endings[0]).rstrip()
@@ -339,7 +345,8 @@ def is_correct(example, losses, is_greedy):
     """
     if example.kind == "language_modeling":
         return bool(is_greedy[0])
-    # Like nanochat, this uses min(): a NaN counts as the lowest loss only if it comes first.
+    # As in nanochat, min() compares the losses: if the first loss is NaN, the answer is the first
+    # prompt; any other NaN is ignored.
     answer = min(range(len(losses)), key=lambda i: losses[i])
     return answer == example.label
 

@@ -18,12 +18,12 @@ How the accuracy is computed:
      context, a space and an ending together. The tokens of the ending are all
      tokens of the second encoding after its first n tokens.
   2. The log-likelihood of the ending is the sum of ln p over its tokens. p is
-     the probability of a token, given the context and the tokens before it;
-     -ln p is the loss of the token.
+     the probability of a token, given the context and the earlier tokens of
+     the ending; -ln p is the loss of the token.
   3. The log-likelihood is divided by the length of the ending: by its number of
      tokens in acc_norm_token, of characters in acc_norm_char, of bytes in
-     acc_norm_byte (both without the space), and by 1 in acc. A run logs
-     acc_norm_token.
+     acc_norm_byte, and by 1 in acc. The space before the ending does not count
+     as a character or byte. A run logs acc_norm_token.
   4. The model's answer is the ending with the highest result (argmax). The
      accuracy is the fraction of examples whose answer is the label.
 
@@ -68,7 +68,7 @@ def clean(text):
 
 
 def report(examples, scores):
-    """Computes four accuracies. Each of them divides the log-likelihoods by a different length."""
+    """Computes four accuracies. Each accuracy divides log-likelihoods by a different length."""
     # The space at the start of an ending does not count as a character or byte.
     chars = [len(ending) - 1 for example in examples for ending in example.endings]
     lengths = dict(

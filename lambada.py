@@ -34,7 +34,7 @@ def examples(records):
 
 
 def report(examples, scores):
-    """Computes the metrics from the predictions of the last word of each passage."""
+    """Computes the accuracies and the perplexity of the last word of each passage."""
     return dict(
         acc=float(scores.greedy.mean()),
         last_token_acc=float(scores.last_greedy.mean()),
@@ -51,9 +51,9 @@ BENCHMARK = Benchmark(
     columns=("text",),
     hub=dict(dataset="EleutherAI/lambada_openai", name="default", split="test"),
     figures=dict(
-        acc="of the whole last word; as in the harness",
-        perplexity="of the whole last word; as in the harness",
-        last_token_acc="of the last token; not comparable with published results",
+        acc="accuracy for the whole last word; as in EleutherAI's harness",
+        perplexity="perplexity of the whole last word; as in EleutherAI's harness",
+        last_token_acc="accuracy for the last token; not comparable with published results",
     ),
     logged="acc",
     proportions=("acc", "last_token_acc"),

@@ -11,8 +11,8 @@ contain these columns (other spellings, such as sentence_quiz1, also work):
   InputStoryid,InputSentence1,InputSentence2,InputSentence3,InputSentence4,
   RandomFifthSentenceQuiz1,RandomFifthSentenceQuiz2,AnswerRightEnding
 
-The context consists of the four sentences. The model's answer is the ending
-that is more likely after the context. Chance accuracy is 0.5.
+The context consists of the first four sentences of the story. The model's
+answer is the ending that is more likely after the context. Chance accuracy is 0.5.
 docs/benchmarks.md contains the score of GPT-3.
 """
 
@@ -57,7 +57,7 @@ def unify_names(record):
 
 
 def report(examples, scores):
-    """Computes two accuracies: one from log-likelihoods, one from log-likelihoods per token."""
+    """Computes one accuracy from log-likelihoods, and one from log-likelihoods per token."""
     per_token = accuracy(examples, scores, scores.tokens)
     return dict(acc=accuracy(examples, scores), acc_norm_token=per_token)
 

@@ -59,8 +59,8 @@ def examples(records, stride=Options.stride):
     records = list(records)
     is_wikitext = find_format(records)
     for page in pages(records, is_wikitext):
-        # This counts words as EleutherAI's harness does: whitespace at the start or at the end of a
-        # page adds an empty word.
+        # n_words counts words as EleutherAI's harness does: whitespace at the start or at the end
+        # of a page adds an empty word.
         n_words = len(re.split(r"\s+", page))
         facts = dict(words=n_words, bytes_before=len(page.encode()))
         text = detokenize(page) if is_wikitext else page
@@ -71,7 +71,8 @@ def find_format(records):
     """Returns whether the records are lines of WikiText.
 
     The records are WikiText if they contain a title, which is a line such as " = Title = ", and if
-    the name of its file begins with "wiki". If the file has a different name, prints a note.
+    the name of their file begins with "wiki". If they contain a title, but the file has a different
+    name, prints a note.
     """
     for record in records:
         (text,) = get_fields(record, text=str)
@@ -80,7 +81,8 @@ def find_format(records):
             if name.startswith("wiki"):
                 return True
             print0(
-                f"note: {name} is a title as in WikiText; to score WikiText, rename the file wiki.*"
+                f"note: {name} is a title as in WikiText; if the file contains WikiText, give it a "
+                "name that begins with wiki"
             )
             return False
     return False
@@ -89,8 +91,8 @@ def find_format(records):
 def pages(records, is_wikitext):
     """Yields the articles of WikiText, or the documents of any other text.
 
-    WikiText is joined, and then split before each title. The lines of a text file are joined, and
-    then split at <|endoftext|>. In any other file, each record is a document.
+    The lines of WikiText are joined, and then split before each title. The lines of a text file are
+    joined, and then split at <|endoftext|>. In any other file, each record is a document.
     """
     # clean_text replaces lone surrogates, which UTF-8 cannot encode.
     texts = [clean_text(get_fields(record, text=str)[0]) for record in records]
@@ -104,7 +106,7 @@ def pages(records, is_wikitext):
 
 
 def detokenize(text):
-    """Restores the normal spacing of WikiText, with the rules of EleutherAI's harness, in order."""
+    """Restores normal spacing in WikiText. Applies the rules of EleutherAI's harness in order."""
     text = text.replace("s '", "s'")
     # The slashes are a mistake in the harness, so this regular expression hardly ever matches.
     text = re.sub("/' [0-9]/", "/'[0-9]/", text)

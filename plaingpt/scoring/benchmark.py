@@ -1,4 +1,4 @@
-"""The parts of a benchmark, for files such as hellaswag.py: examples, records and metrics."""
+"""Classes and functions for benchmarks such as hellaswag.py: examples, records and metrics."""
 
 import itertools
 import math
@@ -41,8 +41,8 @@ def prompt_ids(example, tokenizer):
     """
     for context in example.contexts:
         # The tokenizer encodes the context without the whitespace at its end, which yields n ids,
-        # and then the context and the ending together. Of these ids, all ids after the first n
-        # belong to the ending.
+        # and then the context and the ending together. All ids of the second encoding, except the
+        # first n, belong to the ending.
         ids = tokenizer.encode(context.rstrip())
         endings = [tokenizer.encode(context + ending)[len(ids) :] for ending in example.endings]
         for own, ending in zip(endings, example.endings):
@@ -59,13 +59,16 @@ def check_ending(ids, context, ending):
     if not ids:
         raise UserError(
             f"the ending {ending!r} after {context[-20:]!r} adds no tokens to the context; remove "
-            "this example, or use a model with another tokenizer"
+            "this example, or use a model with a different tokenizer"
         )
 
 
 @dataclass
 class Benchmark:
-    """A benchmark. The file NAME.py stores its benchmark in the variable BENCHMARK."""
+    """What load_examples and run_benchmark need to know about a benchmark.
+
+    The file NAME.py, such as hellaswag.py, stores its Benchmark in the variable BENCHMARK.
+    """
 
     name: str
     doc: str  # text for --help
@@ -85,7 +88,7 @@ class Benchmark:
 
 
 def split_by_example(examples, values):
-    """Splits an array (N) with a value for each pair. Returns a list with one array per example."""
+    """Splits an array with a value for each pair, (N,). Returns a list: one array per example."""
     ends = np.cumsum([len(example) for example in examples])
     return np.split(values, ends[:-1])
 
@@ -93,7 +96,8 @@ def split_by_example(examples, values):
 def accuracy(examples, scores, lengths=1):
     """Returns the fraction of examples whose right pair has the highest log-likelihood / length.
 
-    scores: the result of `score`. lengths: (N), such as the number of bytes of each ending, or 1.
+    scores: the result of `score`. lengths: the divisor of each pair, such as the number of
+    bytes of the ending, (N,); or 1 for all pairs.
     """
     likelihoods = split_by_example(examples, scores.log_likelihood / lengths)
     is_right = []
@@ -113,7 +117,7 @@ def perplexity(nats):
 def get_fields(record, **kinds):
     """Returns the values of the fields in `kinds`, {field: its type}, as a list.
 
-    Raises UserError if a field of the record is missing, or has a different type.
+    Raises UserError if the record lacks a field, or if the value of a field has a different type.
     """
     for name, kind in kinds.items():
         if not isinstance(record.get(name), kind):

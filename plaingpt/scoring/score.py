@@ -25,7 +25,9 @@ from plaingpt.tokenizer import clean_text, note_unknown
 import numpy as np
 import torch
 
-CHUNK = 256  # number of positions whose logits are in memory at a time; with GPT-2's ids, 50 MB
+# Number of positions whose logits are in memory at a time. With GPT-2's vocabulary size, these
+# logits take 50 MB.
+CHUNK = 256
 # Tokens per forward pass. A CPU is faster with few tokens, because its caches are small.
 TOKENS = dict(cpu=2048, cuda=16384, mps=16384)
 # `forward` pads rows to a multiple of this many tokens, so that a GPU sees few different shapes.
@@ -68,7 +70,8 @@ def windows(context, ending, block_size, stride):
 def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
     """Encodes Examples. Returns their Rows, for a model with this GPTConfig.
 
-    prompt_ids, spare: fields of the Benchmark. Raises UserError if a stride is too long.
+    prompt_ids, spare: fields of the Benchmark. Raises UserError if a stride is longer than the
+    context.
     """
     T = config.block_size - spare
     rows = []
@@ -79,7 +82,7 @@ def make_rows(examples, tokenizer, config, prompt_ids=prompt_ids, spare=0):
         if T < example.stride and not has_one_window:
             raise UserError(f"--stride {example.stride}: must be at most {T}, the model's context")
         for context, endings in prompt_ids(example, tokenizer):
-            own_rows = []  # rows of this context
+            own_rows = []  # the Rows of `context`
             for ending in endings:
                 if has_one_window and len(context) + len(ending) - 1 > T:
                     n_cut += 1
@@ -117,7 +120,7 @@ def lay_out(rows, L):
         P = len(row.context)
         tokens[0, b, :P] = row.context
         tokens[1, b, :P] = np.arange(P)
-        start = P  # where the next ending goes
+        start = P  # the index at which the next ending begins
         for part, (ids, pair, is_last) in enumerate(row.endings, start=1):
             n = len(ids)
             end = start + n - 1  # without the last id, which is only a target
@@ -164,7 +167,7 @@ def forward(model, rows, L, device):
 
 
 def rows_alone(rows):
-    """Returns a Row for each ending in these rows. It contains this ending and its context."""
+    """Splits `rows` into one Row per ending. Each new Row contains the context and one ending."""
     return [Row(row.context, [ending]) for row in rows for ending in row.endings]
 
 
@@ -191,18 +194,18 @@ def mixes_endings(model, rows, process):
 
 @torch.no_grad()
 def score(model, examples, rows, process, tokens_per_forward):
-    """Scores the N pairs of the examples. Returns named arrays (N), the same on every process.
+    """Scores the N pairs of the examples. Returns named arrays, the same on every process: (N,).
 
     rows: the result of make_rows. process: a Process. Raises Stopped after a signal.
     """
     sums = np.zeros((4, sum(map(len, examples))))  # log-likelihood, tokens, greedy, last greedy
     first = 0
-    # autocast keeps converted weights until its block ends, so all rows use the same block.
+    # autocast keeps converted weights until its `with` block ends, so this block contains all rows.
     with process.autocast, attention_for_many_shapes():
         if mixes_endings(model, rows, process):
             print0("note: model.py mixes endings that share a row, so each ending gets its own row")
             rows = rows_alone(rows)
-        rows = sorted(rows, key=lambda row: -row.length)  # the first row needs the most memory
+        rows = sorted(rows, key=lambda row: -row.length)  # so the first batch needs the most memory
         while first < len(rows):
             process.check_stop()
             L = rows[first].length
