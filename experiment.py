@@ -20,13 +20,13 @@ The flags after -- replace flags in --flags. Only the values of a list, such as
 
 The program without the change is the base. The runs of a program differ only in
 their random seeds: 1 to --base_seeds for the base, 1 to --seeds for the change.
-experiments/score.py trains each run and measures its loss on the validation
-data of the base. The verdict depends on the difference: the mean loss with the
-change, minus the mean loss of the base. experiment.py first copies both
-programs, so you can continue to edit. Later experiments reuse finished runs.
-The exit status is the verdict:
+experiments/score.py does each run: it trains a model, and measures the model's
+loss on the validation data of the base. The verdict depends on the difference:
+the mean loss with the change, minus the mean loss of the base. experiment.py
+first copies both programs, so you can continue to edit. Later experiments reuse
+finished runs. The exit status is the verdict:
 
-  0  better     the 95 % confidence interval (Welch's t-test) is below 0
+  0  better     the 95% confidence interval (Welch's t-test) is below 0
   3  equal      the interval is within ± delta, even if it excludes 0
   4  worse      the interval is above 0
   5  undecided  the interval is too wide; the verdict suggests --seeds
@@ -37,8 +37,8 @@ The exit status is the verdict:
 size has heads of 32 channels, a peak learning rate of 1.5 / channels, and
 --tokens_per_weight training tokens per parameter. The values of --rates are for
 the smallest size; larger sizes scale them by 1 / channels. The verdict is about
-the largest size. "Worth x1.2 in compute" means that the base needs 20 % more
-compute to reach the same loss as the change.
+the largest size. "Worth x1.2 in compute" means: to reach the loss of the
+changed program, the base would need 1.2 times the compute of its runs.
 
 Each experiment adds a line to the list of experiments, the ledger:
 log/experiments/ledger.jsonl. The program needs scipy (pip install scipy).
@@ -85,7 +85,8 @@ from plaingpt.terminal import print0, print_result
 
 import numpy as np
 
-# A ledger is a list of experiments. docs/experiments.md describes the experiments of the first one.
+# A ledger is a list of experiments. docs/experiments.md describes the experiments of the first
+# ledger.
 LEDGERS = (CLONE / "log" / "records" / "ledger.jsonl", LAB / "ledger.jsonl")
 STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 HEAD_SIZE = 32  # channels per head, at every size: a different head size would be a second change
@@ -112,7 +113,10 @@ class ExperimentConfig:
         at_most=1000,
     )
     base_seeds: int = flag(
-        8, "number of runs of the base; at least as many as --seeds", at_least=2, at_most=1000
+        8,
+        "number of runs of the base; raised to --seeds if it is smaller",
+        at_least=2,
+        at_most=1000,
     )
     confirm: bool = flag(False, "use new seeds, with which neither program was trained")
     at_once: int | None = flag(
@@ -122,7 +126,7 @@ class ExperimentConfig:
     delta: float = flag(0.01, "differences in loss below this value do not matter", above=0)
     sizes: list[int] | None = flag(None, "model sizes to test, in channels", above=0)
     tokens_per_weight: float = flag(5.0, "training tokens per parameter, for --sizes", above=0)
-    base: str = flag("HEAD", "commit to compare with")
+    base: str = flag("HEAD", "commit of the program without the change")
     name: str | None = flag(
         None, "name of the change, shown by --list [default: patch and flags]", path=False
     )
@@ -144,7 +148,7 @@ def read_change(base, patches):
     """Reads patches, or the changes in this clone since the commit `base`. Returns a Change.
 
     base: a commit, as git's commands accept it. patches: paths; an empty list means this clone.
-    Raises UserError.
+    Raises UserError if git does not know the commit, or if a patch cannot be read.
     """
     commit = run_git("rev-parse", "--verify", f"{base}^{{commit}}").decode().strip()
     if not patches:
@@ -161,8 +165,8 @@ def read_change(base, patches):
 def choose_rates(programs, rates, at_once):
     """Returns [base, change], each with the learning rate at which it has the lowest loss.
 
-    Trains a run at each learning rate, with the seed 0, which no other run uses. programs: [base,
-    change], as `probe` returns them. rates: the learning rates to try.
+    Does a run of each program at each learning rate, with seed 0, which no other run uses.
+    programs: [base, change], as `probe` returns them. rates: the learning rates to try.
     """
     chosen = []
     for program in programs:
@@ -182,10 +186,10 @@ def choose_rates(programs, rates, at_once):
 
 
 def compare(programs, rates, config, ledger, entry):
-    """Trains the missing runs, and adds the facts of the verdict to the entry of the ledger.
+    """Does the runs that are missing, and adds the facts of the verdict to the ledger entry.
 
     programs: [base, change], as `probe` returns them. rates: learning rates to try, or None. If
-    this function raises UserError, the dict `entry` keeps the facts that it has already added.
+    this function raises UserError, `entry` contains the facts that were known before the error.
     """
     if rates:
         programs = choose_rates(programs, rates, config.at_once)
@@ -279,7 +283,7 @@ def run_experiment(change, programs, config, ledger, entry):
 
 
 def check_sizes(sizes):
-    """Raises UserError for a wrong --sizes."""
+    """Raises UserError unless --sizes contains two or more multiples of HEAD_SIZE."""
     if len({*sizes}) < 2 or any(size % HEAD_SIZE for size in sizes):
         raise UserError(f"--sizes: give at least two multiples of {HEAD_SIZE} channels")
 
@@ -301,7 +305,7 @@ def main():
     given = parse_flags(__doc__, ExperimentConfig, argv=sys.argv[1:end], rest="PATCH")
     patches = given.pop("PATCH")
     config = ExperimentConfig(**given)
-    more = sys.argv[end + 1 :]  # flags of the changed program
+    more = sys.argv[end + 1 :]  # flags that only the changed program receives
     require("scipy.stats")
     ledger = read_ledgers(LEDGERS)
     if config.list:

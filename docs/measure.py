@@ -1,4 +1,4 @@
-"""Repeats measurements of docs/measurements.md, and writes the new results into this page.
+"""Repeats measurements, and writes the new results into docs/measurements.md.
 
   python docs/measure.py --list        shows the names of the measurements
   python docs/measure.py baby step     repeats the measurements with these names
@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "measurements.md"
 FOLDER = "log/measure"  # directory of the data and the runs; the commands also contain this path
 # This pattern matches a row of the page. A cell with "`A`, less `FLAG N`" means: measure the memory
-# of the command A, run A again with the value N for FLAG, and subtract the memory of this run.
+# of the command A, run A again with the value N for FLAG, and subtract the memory of the second
+# run.
 ROW = re.compile(r"^\| (?P<name>\w+) \| (?P<what>.+?) \| (?P<figure>.+?) \| `(?P<command>.+)` \|")
 # This pattern matches a row that bench.py prints.
 BENCH_ROW = re.compile(
@@ -53,7 +54,7 @@ class Finished(NamedTuple):
 def run(command):
     """Runs a command line in the root of the repository. Returns a Finished.
 
-    Before that, deletes the directories that --log_dir and --output_dir name in the command. If the
+    First deletes the directories that --log_dir and --output_dir name in the command. If the
     command fails, measure.py prints the end of the command's output and exits.
     """
     print(f"$ {command}", file=sys.stderr, flush=True)
@@ -89,7 +90,7 @@ def run(command):
 
 
 def read_run(finished, what):
-    """Returns the last validation loss of a run, the time of all steps, and the median time."""
+    """Returns a run's last validation loss, the time of all steps, and the median step time."""
     directory = re.search(r"--log_dir (\S+)", finished.command)[1]
     return read_log((ROOT / directory / "log.txt").read_text())
 
@@ -150,7 +151,7 @@ def read_memory(finished, what):
 
 
 def read_layout(finished, what):
-    """Returns the memory of the process that needs most, from the output of tests/memory.py."""
+    """Returns the memory of the largest process, from the output of tests/memory.py."""
     found = re.findall(r"MEMORY \S+ (\S+)$", finished.output, re.M)
     return {"bytes per parameter": [max(map(float, found))]}
 
@@ -216,8 +217,8 @@ def show(value):
 def describe(figures, above=None):
     """Formats results, {unit: values}: the median per unit, with the smallest and largest value.
 
-    above: results of the row above. If they are given, the text also contains the ratio of the two
-    medians of the first unit.
+    above: the results of the row above, or None. With `above`, the text also contains the median of
+    the first unit divided by the median in the row above.
     """
     parts = []
     for unit, values in figures.items():
@@ -267,7 +268,8 @@ def machine():
 def write_data():
     """Generates the data that the commands need, with a fixed seed, and exports a GPT-2 124M.
 
-    The exported GPT-2 is trained for one step. If the export already exists, does nothing.
+    The exported GPT-2 was trained for one step. If the export already exists, this function does
+    nothing.
     """
     folder = ROOT / FOLDER
     if (folder / "gpt2-hf/config.json").exists():

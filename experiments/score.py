@@ -1,15 +1,15 @@
-"""Trains a run of experiment.py. Computes its held-out loss, and tests causality.
+"""Does a run of experiment.py: trains a model, computes its held-out loss, and tests causality.
 
-experiment.py copies this program into its copy of each of the two programs, and starts it there. So
-`import model` loads the model.py of that copy. The first argument is the path of a file with
+experiment.py copies score.py into its copies of the two programs, and starts score.py there, so
+`import model` loads the model.py of the copy. The first argument is the path of a file with
 validation sequences. The other arguments are the flags of train_gpt2.py.
 
-If the file does not exist, this program writes the validation sequences of the run into it.
-Otherwise, this program writes score.json into the run directory. score.json contains the mean
+If the file does not exist, score.py writes the validation sequences of the run into this file.
+Otherwise, score.py writes score.json into the run directory. score.json contains the mean
 cross-entropy of GPT.logits on the sequences in the file, in nats per token. Thus all runs of an
 experiment are scored on the sequences of the base, and an edit of GPT.loss or of the validation
-code does not change the score. A run with a score no longer needs its checkpoints, so this program
-deletes them, except in the runs of seed 1.
+code does not change the score. A run with a score no longer needs its checkpoints, so score.py
+deletes the checkpoints, except in the runs of seed 1.
 """
 
 import math
@@ -95,7 +95,8 @@ def effect_of_later_tokens(model, x):
         true = x[i % len(x), None]  # (1, T)
         other = true.clone()
         other[:, cut:] = (true[:, cut:] + 1) % model.config.vocab_size
-        # The model reads the changed ids first, so that it cannot remember the true ids.
+        # First the changed ids, then the true ids: if the model keeps a state between calls, such
+        # as a cache, it has not yet seen the true ids.
         a, b = [model.logits(model.hidden(ids))[:, :cut].float() for ids in (other, true)]
         effect = max(effect, ((a - b).abs().max() / b.abs().max()).nan_to_num(1).item())
     return effect

@@ -23,7 +23,7 @@ def make_copy(place, commit, changes=b"", files=()):
     place: path of the copy. changes: the patch, as bytes. If the history contains the version of a
     file from which the patch was made, git merges the patch with later changes of this file. files:
     paths of the files to add, relative to the clone. The copy is a worktree with its own HEAD, so
-    the changes.patch of a run that it trains contains the patch and the files.
+    the changes.patch of a run in this copy contains the patch and the files.
 
     Raises UserError if the patch does not apply.
     """
@@ -34,7 +34,8 @@ def make_copy(place, commit, changes=b"", files=()):
             run_git("apply", "--3way", "-", place=place, data=changes)
         except UserError:
             run_git("reset", "--hard", place=place)
-            run_git("apply", "-", place=place, data=changes)  # its error names the line
+            # The error message of this command names the line.
+            run_git("apply", "-", place=place, data=changes)
     for file in files:
         (place / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(CLONE / file, place / file)

@@ -1,4 +1,4 @@
-"""Trains and scores the runs of two programs: the base, and the program with the change."""
+"""Does and scores the runs of two programs: the base, and the program with the change."""
 
 import hashlib
 import json
@@ -23,8 +23,8 @@ LAB = (CLONE.resolve() / "log" / "experiments").resolve()  # log may be a symbol
 VALIDATION = LAB / "validation.pt"
 QUIET = "--sample_every 0 --sample_tokens 1 --keep 1 --resume --log_dir".split()
 # The key of a program omits these fields of run.json. All runs of a program have the same key, so
-# it omits the seed. In place of data, flags and program, it contains the fingerprints of the data,
-# the settings and a hash of the code. The other fields do not change the loss.
+# the key omits the seed. In place of data, flags and program, the key contains the fingerprints of
+# the data, the settings and a hash of the code. The other fields do not change the loss.
 OTHER_FACTS = {*"seed data flags program git_commit untracked_files started gpu_memory_gb".split()}
 
 
@@ -42,9 +42,10 @@ class Program(NamedTuple):
         return LAB / "runs" / f"{self.key}-{seed}"
 
     def score(self, seed):
-        """Returns the loss and the effect of later tokens, {"loss": ..., "later": ...}.
+        """Returns the scores of the run with this seed: {"loss": ..., "later": ...}.
 
-        experiments/score.py has written these scores. Returns {} if the run has no scores yet.
+        "later" is the effect of later tokens on the logits of earlier positions.
+        experiments/score.py writes these scores. If the run has no scores yet, returns {}.
         """
         return read_json(self.place(seed) / "score.json")
 
@@ -78,11 +79,11 @@ def count_flops(facts):
 
 
 def train(jobs, at_once, may_fail=False):
-    """Trains or resumes runs. Raises UserError if a run fails, unless may_fail is True.
+    """Starts or resumes runs. Returns after their end.
 
-    jobs: a list with (Program, run directory, additional flags) for each run. at_once: how many
-    runs to train in parallel. After Ctrl-C, no further run starts, and the current runs save a
-    checkpoint.
+    Raises UserError if a run fails, unless may_fail is True. jobs: a list with (Program, run
+    directory, additional flags) for each run. at_once: the number of parallel runs. After Ctrl-C,
+    no further run starts, and the current runs save a checkpoint.
     """
     n_gpus = count_gpus()
     processes = []
@@ -127,14 +128,14 @@ def train(jobs, at_once, may_fail=False):
         except KeyboardInterrupt:
             stopping.set()
             for process in processes:
-                process.terminate()  # a run then saves a checkpoint; a finished run ignores this
+                process.terminate()  # the run saves a checkpoint; a finished run ignores the signal
             raise
 
 
 def probe(programs):
-    """Trains the base and the change for one second each, to fill in their facts, key and speed.
+    """Runs each program for about one second. Returns the Programs with facts, key and speed.
 
-    Returns the complete Programs. The run of the base also writes the validation sequences on which
+    programs: [base, change]. The run of the base also writes the validation sequences on which
     all runs are scored.
     """
     VALIDATION.unlink(missing_ok=True)
@@ -152,8 +153,8 @@ def probe(programs):
         start = Path(facts["init_from"] or "/nowhere")
         files = sorted(file for file in (start, *start.glob("*")) if file.is_file())
         key = hash_of([code["hash"], known, checksum_of_places([VALIDATION, *files])])
-        # The first step is slow, so its speed is not used. With torch.compile, it may be the only
-        # step.
+        # The first step is slow, so its speed is not used. With torch.compile, the run may
+        # contain only this step.
         tokens_per_second = [*read_streams(place / "log.txt")["tok_s"].values()][1:]
         n_tokens = facts["max_steps"] * facts["total_batch_size"]
         speed = max(tokens_per_second, default=0) * count_flops(facts) / n_tokens
@@ -165,15 +166,15 @@ def probe(programs):
 
 
 def run_missing(programs, seeds, at_once=None, may_fail=False):
-    """Trains the runs that have no score yet. Returns the losses: a list for each program.
+    """Does the runs that have no score yet. Returns the losses: a list for each program.
 
-    seeds: a list for each program. at_once: how many runs to train in parallel; None: one per GPU
-    or core. may_fail: whether runs may fail, for example because of a large learning rate. A loss
-    that is missing or not finite is None.
+    seeds: a list for each program. at_once: the number of parallel runs; None: one per GPU or core.
+    may_fail: whether runs may fail, for example because of a large learning rate. A loss that is
+    missing or not finite is None.
     """
     at_once = at_once or count_gpus() or count_cores()
     runs = [(seed, program) for program, own in zip(programs, seeds) for seed in own]
-    runs.sort(key=lambda run: run[0])  # runs of the same seed train at the same time
+    runs.sort(key=lambda run: run[0])  # so that runs with the same seed start together
     missing = [(seed, program) for seed, program in runs if not program.score(seed)]
     line = f"{len(runs) - len(missing)} of {len(runs)} runs are already finished"
     if missing and all(program.speed for program in programs):
