@@ -7,10 +7,10 @@
 In this help, [x] is the default of a flag. A preset may set a different value.
 
 --peer also times the training step of other implementations of GPT-2. All
-models use AdamW, and no dropout. There are 3 rounds, and in each round, each
-model runs --steps steps, so another program on the machine slows down all
-models equally. Each model runs in its own process and prints its own row. The
-peers first compute all logits, and then the loss:
+models use AdamW, and no dropout. In each of 3 rounds, each model runs --steps
+steps. Therefore, another program on the machine slows down all models equally.
+Each model runs in its own process and prints its own row. The peers first
+compute all logits, and then the loss:
 
 - transformers: Hugging Face's GPT-2 (pip install transformers).
 - plain: our model, with the output layer and the loss of build-nanogpt.
@@ -22,9 +22,9 @@ After the settings, the row shows:
 - the FLOPs per second of the model, counted with full attention,
 - the fraction of the GPU's peak FLOPs per second (data sheet), if known,
 - the peak memory of one process (on a GPU, only the memory of its tensors),
-- the time of the first step. It includes compilation, unless the search for a
-  batch size has already compiled the model. bench.py searches only on a GPU,
-  and without --batch_size, --large and --peer.
+- the time of the first step, which includes compilation, unless the search for
+  a batch size has already compiled the model. bench.py searches for a batch
+  size only on a GPU, and without --batch_size, --large and --peer.
 """
 
 import math
@@ -52,7 +52,7 @@ from torch.nn.attention import SDPBackend
 from model import GPT, GPTConfig
 from train_gpt2 import TrainConfig, Training, train_step
 
-OURS = "plaingpt"  # the label of our own row, with --peer
+OURS = "plaingpt"  # the label of plainGPT's row, with --peer
 ROUNDS = 3
 
 
@@ -66,8 +66,8 @@ class BenchConfig:
     )
     steps: int = flag(10, "number of steps to time; with --peer, per round", above=0)
     large: bool = flag(False, "time train_large.py instead of train_gpt2.py")
-    tp: int | None = flag(None, "with --large, as in train_large.py", above=0)
-    pp: int | None = flag(None, "with --large, as in train_large.py", above=0)
+    tp: int | None = flag(None, "with --large: --tp of train_large.py", above=0)
+    pp: int | None = flag(None, "with --large: --pp of train_large.py", above=0)
     peer: list[Literal["transformers", "plain"]] | None = flag(
         None, "other implementations of GPT-2 to time as well"
     )
@@ -98,14 +98,14 @@ def shared_config():
 
 
 class Peer(torch.nn.Module):
-    """Another implementation of GPT-2. It first computes all logits, and then the cross-entropy.
+    """Another implementation of GPT-2, which computes all logits before the cross-entropy.
 
     name: "transformers" or "plain". config: a GPTConfig.
     """
 
     def __init__(self, name, config):
         super().__init__()
-        if name == "plain":  # like build-nanogpt, pads the vocabulary from 50,257 to 50,304 ids
+        if name == "plain":  # as in build-nanogpt, increases vocab_size from 50,257 to 50,304
             n_rows = config.vocab_size + -config.vocab_size % 128
             self.model = GPT(replace(config, vocab_size=n_rows))
         else:
@@ -164,7 +164,7 @@ class Subject:
         return self.B * self.T * self.process.world_size
 
     def time_step(self):
-        """Takes a training step. Returns its seconds. Raises UserError if memory runs out."""
+        """Returns the seconds of one training step. Raises UserError if memory runs out."""
         begin = time.perf_counter()
         with batch_size_advice(self.B):
             # train_step returns only after the device has finished all work of the step.
@@ -193,9 +193,10 @@ def make_subject(name, given):
 
 
 def build_training(name, given):
-    """Builds the Training of our model or of a peer. Its config contains the batch size to time.
+    """Builds the Training of our model or of a peer.
 
-    The arguments are as in make_subject.
+    The config of the Training contains the batch size to time. The arguments are as in
+    make_subject.
     """
     bench = pick(BenchConfig, given)
     gpt_config, config, training_class = choose_settings(bench, given)
@@ -238,7 +239,7 @@ def choose_settings(bench, given):
 
 
 def describe(subject, first, seconds):
-    """Returns the row of a Subject.
+    """Returns the row that bench.py prints for a Subject, as text.
 
     first: the time of the first step, in seconds. seconds: the times of the steps that are timed.
     """
@@ -357,7 +358,9 @@ def main(argv=None):
     if not bench.large and (bench.tp or bench.pp):
         raise UserError("--tp and --pp: need --large; give --large, or remove --tp and --pp")
     if bench.large and bench.peer:
-        raise UserError("--peer: needs a single process, but --large needs several; remove one")
+        raise UserError(
+            "--peer: needs a single process, but --large needs several; remove --peer or --large"
+        )
     if bench.peer and given.get("optimizer") == "muon":
         raise UserError("--peer: all models use AdamW; remove --optimizer")
     if bench.peer:
@@ -378,7 +381,7 @@ def main(argv=None):
 def peak_memory(device):
     """Returns the peak memory of this process in bytes, or NaN if it is unknown.
 
-    On a GPU, this is only the memory of tensors.
+    On a GPU, the result is only the memory of tensors.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()

@@ -65,13 +65,13 @@ class ExportConfig:
 def check_directory(output, source):
     """Raises UserError if an export to `output` would replace files that are not an export.
 
-    Raises UserError, too, if `output` is also the source, or if a user has edited the model card
-    there. output: the directory to write. source: the path of the checkpoint.
+    Raises UserError, too, if `output` is also the source, or if a user has edited the model card in
+    `output`. output: the directory to write. source: the path of the checkpoint.
     """
     if output.resolve() == source.resolve():
         raise UserError(f"--output {output}: is also an input; give another directory")
     is_taken = any(output.iterdir()) if output.is_dir() else output.exists()
-    # Only export.py writes this field.
+    # Only export.py writes the field end_of_text.
     if is_taken and not read_json(output / "tokenizer_config.json").get("end_of_text"):
         raise UserError(f"--output {output}: exists and is not an export; give a new directory")
     card = output / "README.md"
@@ -87,7 +87,7 @@ def sign(card):
 def is_edited(signed):
     """Returns whether a model card has changed since export.py wrote it.
 
-    signed: the text of its README.md. If it has not changed, it ends with the checksum of `sign`.
+    signed: the text of README.md. An unchanged text ends with the checksum that `sign` added.
     """
     card, _, _ = signed.rpartition("\n<!-- export.py")
     return sign(card) != signed
@@ -97,7 +97,7 @@ def make_card(source, model, tokenizer, config):
     """Returns the text of the model card. source: the path of the checkpoint. config: the flags."""
     facts = asdict(model.config)
     known = {}
-    if source.match("model_*.pt"):  # beside any other file or directory, run.json may be foreign
+    if source.match("model_*.pt"):  # otherwise, run.json may describe a different model
         run_json = read_facts(source.with_name("run.json"))
         known = run_json["train_config"] | run_json  # the dtype in run_json is never "auto"
     for fact in FACTS:
@@ -126,7 +126,8 @@ def main(argv=None):
             Path(new, "README.md").write_text(sign(card), "utf-8")
             for path in Path(new).iterdir():
                 path.replace(output / path.name)
-    print0(f"{output}: from {source}\nto use it, in Python:\n{EXAMPLE.format(name=output)}")
+    print0(f"{output}: exported from {source}\nto use the model in Python:")
+    print0(EXAMPLE.format(name=output))
 
 
 if __name__ == "__main__":

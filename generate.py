@@ -68,7 +68,7 @@ class GenerateConfig:
 
 
 def tokenize_prompt(prompt, tokenizer, T):
-    """Returns the ids of a prompt, after an end_of_text. Raises UserError for more than T ids."""
+    """Returns the ids of end_of_text and of a prompt. Raises UserError for more than T ids."""
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
     note_unknown(tokenizer, [ids], "the prompt")
     if len(ids) > T:
@@ -93,7 +93,7 @@ def read_prompts(path):
 
 
 def ask_prompts(tokenizer, T):
-    """Yields the ids of each prompt that a user types, at most T ids, until Ctrl-D."""
+    """Reads prompts from the terminal until Ctrl-D. Yields the ids of each prompt, at most T."""
     # With readline, a user can edit a line with the arrow keys. Windows has no readline.
     with suppress(ImportError):
         import readline  # noqa: F401
@@ -129,7 +129,7 @@ def write_texts(model, tokenizer, ids, config, seed):
     """Generates num_samples texts from a prompt, and prints them.
 
     Prints the first text while the model generates it. In interactive mode, Ctrl-C ends the texts.
-    ids: the ids of the prompt, after an end_of_text. seed: the random seed. Returns {"prompt":
+    ids: the ids of end_of_text and of the prompt. seed: the random seed. Returns {"prompt":
     prompt, "texts": [prompt + generated text]}.
     """
     n = config.num_samples

@@ -9,7 +9,7 @@
 The page opens in any browser, without a network. The page shows the loss of
 each token, the likeliest tokens, the attention weights of each head, what each
 block adds to the prediction, and a slider over the checkpoints of the run. (To
-keep all checkpoints, train the run with --keep 0.) For two runs, the slider
+keep all checkpoints, start the run with --keep 0.) For two runs, the slider
 contains the steps at which both runs saved a checkpoint, and the page shows the
 tokens whose losses differ most between the runs.
 
@@ -69,7 +69,9 @@ class LookConfig:
     max_tokens: int = flag(256, "show at most this many tokens of the text", at_least=1)
     max_checkpoints: int = flag(12, "show at most this many checkpoints in the slider", at_least=1)
     sample_tokens: int = flag(200, "number of tokens to generate from each checkpoint", at_least=0)
-    live: bool = flag(True, "store the weights in the page, for a small model with byte tokens")
+    live: bool = flag(
+        True, "let the page run a small model with byte tokens on a text that you type"
+    )
     own_code: bool = flag(False, "load each run with the model.py that it was trained with")
     device: str = flag("auto", "cuda, mps or cpu")
 
@@ -208,7 +210,7 @@ def note_cut(n_tokens, n):
 
 
 def read_pairs_of_page(path, tokenizer, n):
-    """Returns the first pairs of a file, up to n tokens, as a Text with the ids of training."""
+    """Returns the first pairs of a file, up to n tokens, as a Text. Training uses the same ids."""
     pairs = []
     size = 0
     for record in read_records([path], columns=("prompt", "response")):
@@ -255,7 +257,8 @@ def find_own_snapshot(run, snapshot):
 def load(run, snapshot, process):
     """Loads a checkpoint of a run. Returns (GPT on the device, Tokenizer).
 
-    snapshot: its name. If the run does not contain this name, loads the last checkpoint.
+    snapshot: the name of the checkpoint. If the run contains no checkpoint with this name, loads
+    the last checkpoint of the run.
     """
     model, tokenizer = load_model(str(run.checkpoints[find_own_snapshot(run, snapshot)]), run.GPT)
     return model.to(process.device), tokenizer
@@ -271,7 +274,7 @@ def describe(run, snapshot, model):
 
 
 def look_at_all(runs, config, process):
-    """Records what all snapshots of the runs do with the text.
+    """Records what the models of all snapshots do with the text.
 
     Returns (Text, list of Snapshots, newest). newest: a list with (GPT, Tokenizer) of the last
     checkpoint of each run.
@@ -295,7 +298,7 @@ def look_at_all(runs, config, process):
             if find_own_snapshot(run, name) != find_own_snapshot(run, None):
                 model, own_tokenizer = load(run, name, process)
             record = record_text(model, text.ids)
-            # In the text of a model that was trained on pairs, a line break ends the response.
+            # own_tokenizer knows whether a line break ends the sample, as after training on pairs.
             sample = write_sample(model, own_tokenizer, text, config.sample_tokens)
             looks.append(Look(record, describe(run, name, model), sample))
         title = name or "the last checkpoints"

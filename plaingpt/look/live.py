@@ -1,4 +1,4 @@
-"""Packs a small model for a page that runs it: its weights, and PyTorch's losses for a comparison.
+"""Packs a small model into a page that runs the model: the weights, and PyTorch's losses.
 
 gpt.js implements only GPT-2, so the weights must have the names and shapes of GPT-2's weights. The
 page also compares its losses with PyTorch's losses, because a changed model.py may compute
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 MOST_PARAMETERS = 1_000_000  # this many parameters take 5 MB in a page
-LONGEST_CONTEXT = 1024  # to compare the losses of one such text, a page takes about a second
+LONGEST_CONTEXT = 1024  # a page needs about a second to compare the losses of a text this long
 # The hidden states are multiplied by these factors. With the factor 30, the logits are so large
 # that a soft-cap changes the losses.
 FACTORS = (1, 30)
@@ -112,7 +112,7 @@ def pack_model(model, ids):
 
 @torch.no_grad()
 def losses_of(model, ids, factor):
-    """Returns the losses of all ids except the first, (n). factor: see FACTORS."""
+    """Returns the loss of each id after the first id, (n,). factor: see FACTORS."""
     x = model.hidden(torch.tensor([ids[:-1]]))[0].float() * factor  # (n, C)
     targets = torch.tensor(ids[1:])  # (n)
     return F.cross_entropy(model.logits(x).float(), targets, reduction="none").numpy()

@@ -27,8 +27,8 @@ def split_text(ids, tokenizer):
     """Returns the tokens of a text as strings, one string per id.
 
     If the bytes of a character are split over several tokens, the character is in the string of the
-    first of these tokens. A token that only continues a character has an empty string. The string
-    of a special id is its name.
+    first of these tokens. A token that only continues a character has an empty string. A special
+    token is represented by its string, such as </s>.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = []
@@ -50,7 +50,7 @@ def split_text(ids, tokenizer):
 
 
 def name_token(i, tokenizer):
-    """Returns the name of an id, for the page. A byte that is not valid UTF-8 looks like <E4>."""
+    """Returns the string that the page shows for an id; <E4> for a byte that is not valid UTF-8."""
     data = bytes_of(i, tokenizer)
     name = name_of_special(i, tokenizer)
     if name is not None:
@@ -64,7 +64,7 @@ def name_token(i, tokenizer):
 
 
 def name_of_special(i, tokenizer):
-    """Returns the name of a special id, or None."""
+    """Returns the string of a special token, such as </s>, or None if the id is not special."""
     for name, special in tokenizer.special.items():
         if special == i:
             return name
@@ -72,7 +72,7 @@ def name_of_special(i, tokenizer):
 
 
 def bytes_of(i, tokenizer):
-    """Returns the bytes of an id; b"" for a special id, or an id outside the vocabulary."""
+    """Returns the bytes of an id; b"" for a special token or an id outside the vocabulary."""
     is_text = i < tokenizer.n_vocab and i not in tokenizer.special.values()
     return tokenizer.token_bytes[i] if is_text else b""
 
@@ -103,7 +103,7 @@ class Text:
     note: str = ""  # a sentence about what the page omits
 
     def mean_of(self, losses):
-        """Returns the mean of losses (n); for pairs, the mean over the tokens of the responses."""
+        """Returns the mean of losses, (n,). For pairs, only tokens of the responses count."""
         if self.counted is not None:
             losses = losses[np.array(self.counted[1:])]
         return float(losses.mean(dtype=np.float64))
@@ -174,7 +174,7 @@ def size_of_calls(record):
 
 
 def pack_look(look, with_attention):
-    """Returns a Look as a dict for JSON. with_attention: whether it contains attention weights."""
+    """Returns a Look as a dict for JSON. with_attention: whether to add the attention weights."""
     record = look.record
     errors = [call.error for call in record.calls if call.weights is not None]
     return dict(

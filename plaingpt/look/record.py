@@ -22,7 +22,7 @@ ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 OPTIONS = {"attn_mask", "is_causal", "scale", "enable_gqa"}  # arguments that change the weights
 TOLERANCE = 1e-3  # relative error; rounding to TF32 on a GPU causes smaller errors
 N_LIKELIEST = 5  # how many of the likeliest tokens to record for the model's prediction
-N_LIKELIEST_OF_BLOCK = 3  # how many of them to record for the prediction after each block
+N_LIKELIEST_OF_BLOCK = 3  # how many of the likeliest tokens to record after each block
 
 
 @dataclass
@@ -56,10 +56,10 @@ class AttentionWatch(TorchFunctionMode):
 
 
 def record_call(block, given, result):
-    """Returns the AttentionCall of a call. Computes its weights, and compares weights @ v.
+    """Computes the weights of a call, and compares weights @ v with the result of the call.
 
-    block: index of the block. given: the arguments of the call, {name: value}. result: the result
-    of the call, (1, nh, T, hs), which weights @ v must equal.
+    Returns an AttentionCall. block: index of the block. given: the arguments of the call, {name:
+    value}. result: the result of the call, (1, nh, T, hs).
     """
     query, key, value = given["query"], given["key"], given["value"]
     if query.dim() != 4 or len(query) != 1 or query.size(2) != key.size(2):
