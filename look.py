@@ -232,8 +232,8 @@ def read_pairs_of_page(path, tokenizer, n):
 def write_sample(model, tokenizer, text, n):
     """Generates n tokens. Returns the prompt and the generated text, as one string.
 
-    text: the Text of the page. If it contains pairs, the prompt is the first prompt. Otherwise, the
-    prompt is empty. The sampling options are the defaults of generate.py.
+    text: the Text of the page. If the text contains pairs, the prompt is the first prompt.
+    Otherwise, the prompt is empty. The sampling options are the defaults of generate.py.
     """
     options = GenerateConfig()
     n_prompt = text.counted.index(True) if text.counted else 1

@@ -81,8 +81,8 @@ def find_format(records):
             if name.startswith("wiki"):
                 return True
             print0(
-                f"note: {name} is a title as in WikiText; if the file contains WikiText, give it a "
-                "name that begins with wiki"
+                f"note: {name} is a title as in WikiText; if this file contains WikiText, give the "
+                "file a name that begins with wiki"
             )
             return False
     return False

@@ -30,9 +30,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "measurements.md"
 FOLDER = "log/measure"  # directory of the data and the runs; the commands also contain this path
-# This pattern matches a row of the page. A cell with "`A`, less `FLAG N`" means: measure the memory
-# of the command A, run A again with the value N for FLAG, and subtract the memory of the second
-# run.
+# This pattern matches a row of docs/measurements.md. A cell with "`A`, less `FLAG N`" means:
+# measure the memory of the command A, run A again with the value N for FLAG, and subtract the
+# memory of the second run.
 ROW = re.compile(r"^\| (?P<name>\w+) \| (?P<what>.+?) \| (?P<figure>.+?) \| `(?P<command>.+)` \|")
 # This pattern matches a row that bench.py prints.
 BENCH_ROW = re.compile(

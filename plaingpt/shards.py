@@ -333,8 +333,8 @@ def find_cut(items, val_fraction, end_of_text=None):
 
     The last val_fraction of the items are for validation. If end_of_text is given, this function
     looks for the start of a document in the first half of the validation tokens, and at most in the
-    first 2^20 of them. The validation tokens then begin with this document. If no document begins
-    there, the index does not change.
+    first 2^20 validation tokens. The validation tokens then begin with this document. If no
+    document begins there, the index does not change.
     """
     n = math.ceil(len(items) * Fraction(str(val_fraction)))
     cut = len(items) - n

@@ -211,7 +211,7 @@ def pack_call(call: AttentionCall):
     if call.fault:
         return dict(block=call.block + 1, fault=call.fault)
     weights = (call.weights.cpu().numpy() * 255).round().astype(np.uint8)  # (nh, T, T)
-    # With a causal mask, only the lower triangle is not 0. The page stores it row by row.
+    # With a causal mask, only the lower triangle is not 0. The page stores the triangle row by row.
     rows, columns = np.tril_indices(weights.shape[1])
     is_causal = weights.sum(dtype=np.int64) == weights[:, rows, columns].sum(dtype=np.int64)
     stored = weights[:, rows, columns] if is_causal else weights

@@ -139,9 +139,9 @@ def forward(model, rows, L, device):
     """Runs the model on rows that are padded to length L. Returns arrays: pair (M), values (4, M).
 
     M is the number of tokens that receive a score. pair contains the index of each token's pair.
-    values contains four numbers per token: its log-likelihood; a 1, which counts the token; whether
-    it is the likeliest token; and whether it is both the likeliest token and the last token of its
-    pair.
+    values contains four numbers per token: the log-likelihood; 1, which counts the token; whether
+    the token is the likeliest token; and whether the token is both the likeliest token and the last
+    token of its pair.
     """
     tokens, scored = lay_out(rows, L)
     idx, pos, part = tokens.to(device)  # (B, L) each

@@ -841,7 +841,7 @@ def test_what_a_reader_does_with_a_live_page(browser, run, page_of_text):
     assert browser.run("document.querySelector('.text').textContent") == "⏎\nBoats 船··"
     probs = torch.tensor(logits_of(gpt, ids_of(text))[-1]).softmax(-1)
     bars = [
-        button.split()[-2]
+        button.split()[-1].rstrip("%")
         for button in browser.run(
             "Array.from(byId('next').children, (button) => button.textContent)"
         )
