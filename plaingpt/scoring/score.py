@@ -205,7 +205,7 @@ def score(model, examples, rows, process, tokens_per_forward):
         if mixes_endings(model, rows, process):
             print0("note: model.py mixes endings that share a row, so each ending gets its own row")
             rows = rows_alone(rows)
-        rows = sorted(rows, key=lambda row: -row.length)  # so the first batch needs the most memory
+        rows = sorted(rows, key=lambda row: -row.length)  # the first row needs the most memory
         while first < len(rows):
             process.check_stop()
             L = rows[first].length
