@@ -105,7 +105,8 @@ class Peer(torch.nn.Module):
 
     def __init__(self, name, config):
         super().__init__()
-        if name == "plain":  # as in build-nanogpt, increases vocab_size from 50,257 to 50,304
+        if name == "plain":
+            # build-nanogpt, too, pads vocab_size from 50,257 to 50,304.
             n_rows = config.vocab_size + -config.vocab_size % 128
             self.model = GPT(replace(config, vocab_size=n_rows))
         else:

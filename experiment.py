@@ -285,7 +285,9 @@ def run_experiment(change, programs, config, ledger, entry):
 def check_sizes(sizes):
     """Raises UserError unless --sizes contains two or more multiples of HEAD_SIZE."""
     if len({*sizes}) < 2 or any(size % HEAD_SIZE for size in sizes):
-        raise UserError(f"--sizes: give at least two multiples of {HEAD_SIZE} channels")
+        raise UserError(
+            f"--sizes: give two or more numbers of channels, each a multiple of {HEAD_SIZE}"
+        )
 
 
 def check_replaced(config, words):

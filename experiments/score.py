@@ -42,7 +42,7 @@ def main():
     if not validation.exists():
         with replacing(validation) as file:
             torch.save(read_validation(place, config, facts["model_config"]), file)
-    elif checkpoint.exists():  # otherwise, the run was interrupted
+    elif checkpoint.exists():  # an interrupted run has no checkpoint of the last step
         torch.set_float32_matmul_precision("highest")
         device = "cpu" if config.device == "auto" else config.device
         sets = [(share, x.to(device), y.to(device)) for share, x, y in torch.load(validation)]

@@ -1,10 +1,11 @@
 """Lesson 11: gradient accumulation. A step averages the gradients of several micro-batches.
 
-Only one micro-batch must fit into memory, not all sequences of a step. Each sequence of a run now
-has a number, its position in the run. (Do not confuse this position with the position of a token
-in a sequence.) A step reads the next n sequences, in micro-batches of batch_size sequences, so n
-must be a multiple of batch_size. Except for rounding, the losses do not depend on batch_size. They
-differ from the losses of lesson 10, which reads different sequences.
+Only one micro-batch needs to fit into memory, not all sequences of a step. Each sequence of a run
+now has a number, its position in the run. (Do not confuse this position with the position of a
+token in a sequence.) A step reads the next n sequences, n = total_batch_size / block_size, in
+micro-batches of batch_size sequences, so n must be a multiple of batch_size. Except for rounding,
+the losses do not depend on batch_size. They differ from the losses of lesson 10, which reads
+different sequences.
 
 After 300 steps, the validation loss is 1.977.
 

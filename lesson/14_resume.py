@@ -135,12 +135,12 @@ def orthogonalize(x):
     if x.size(0) > x.size(1):
         return orthogonalize(x.T).T  # for x.T, gram has fewer rows and columns than for x
     x = x / x.norm().clamp(min=1e-7)  # makes all singular values at most 1
-    for _ in range(5):  # fewer rounds leave some singular values small; more rounds take longer
+    for _ in range(5):  # fewer iterations leave some singular values small; more take longer
         gram = x @ x.T  # (rows, rows)
         # x is U S V.T: U and V contain its singular vectors, and S its singular values s. So gram
         # is U S^2 U.T, gram @ x is U S^3 V.T, and gram @ gram @ x is U S^5 V.T. The next line
         # keeps U and V, and replaces each s by 3.4445 s - 4.7750 s^3 + 2.0315 s^5. Jordan et al.
-        # chose these three numbers so that after five rounds, each s is between 0.7 and 1.2,
+        # chose these three numbers so that after five iterations, each s is between 0.7 and 1.2,
         # unless s was tiny before.
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x  # (rows, columns)
     # The sum of the squared numbers in a matrix equals the sum of its squared singular values. x

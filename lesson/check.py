@@ -1096,7 +1096,7 @@ def check_orthogonalize(task):
         u, _ = torch.linalg.qr(torch.randn(rows, rank))  # (rows, rank)
         v, _ = torch.linalg.qr(torch.randn(columns, rank))  # (columns, rank)
         # Dividing by the norm makes all singular values smaller. Most of them are 1 here, so that
-        # the norm is large, and the smallest singular value needs all five rounds.
+        # the norm is large, and the smallest singular value needs all five iterations.
         sizes = torch.ones(rank)
         sizes[-3:] = torch.tensor([0.3, 0.1, 1 / 30])
         for scale in (1.0, 50.0):
@@ -1106,11 +1106,11 @@ def check_orthogonalize(task):
             expect_tensor(y, (rows, columns), f"for {place}, the function")
             y = y.float()
             if not y.isfinite().all():
-                check_rounds(task)
+                check_iterations(task)
                 raise Wrong(
-                    f"{place}: the result is not finite, but the rounds are right for [[1.0]]. The "
-                    "rounds need singular values of at most 1: divide x by the norm first, which "
-                    "is the square root of the sum of all squares"
+                    f"{place}: the result is not finite, but the iterations are right for [[1.0]]. "
+                    "The iterations need singular values of at most 1: divide x by the norm first, "
+                    "which is the square root of the sum of all squares"
                 )
             inside = u.T @ y @ v  # (rank, rank); diagonal if the directions are kept
             found = inside.diagonal()  # the singular values, if the singular vectors are kept
@@ -1133,31 +1133,31 @@ def check_orthogonalize(task):
                 )
             expect((found > 0).all(), f"{place}: the signs of some singular values have changed")
             if not ((found > 0.6) & (found < 1.3)).all():
-                check_rounds(task)
+                check_iterations(task)
                 raise Wrong(
                     f"{place}: the singular values are between {found.min():.3f} and "
                     f"{found.max():.3f}, but they should be between 0.6 and 1.3. Are there five "
-                    "rounds?"
+                    "iterations?"
                 )
             expect(
                 not is_close(found, torch.ones(rank), 1e-3),
-                f"{place}: all singular values are 1.000, but five rounds would return different "
-                "values between 0.6 and 1.3. Use the rounds, without a singular value "
-                "decomposition",
+                f"{place}: all singular values are 1.000, but five iterations would return "
+                "different values between 0.6 and 1.3. Use the iterations, without a singular "
+                "value decomposition",
             )
 
 
-def check_rounds(task):
-    """Checks the five rounds with the matrix [[1.0]], whose norm already is 1."""
+def check_iterations(task):
+    """Checks the five iterations with the matrix [[1.0]], whose norm already is 1."""
     found = task.orthogonalize(torch.ones(1, 1)).item()
     expected = 1.0
     for _ in range(5):
         expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
     expect(
         abs(found - expected) < 0.015,
-        f"the rounds are wrong: for the matrix [[1.0]], five rounds return [[{expected:.3f}]], but "
-        f"your function returns [[{found:.3f}]]. Check the number of rounds, the signs and the "
-        "powers",
+        f"the iterations are wrong: for the matrix [[1.0]], five iterations return "
+        f"[[{expected:.3f}]], but your function returns [[{found:.3f}]]. Check the number of "
+        "iterations, the signs and the powers",
     )
 
 

@@ -45,7 +45,8 @@ def check_loss(model, idx, autocast):
     if what:
         raise UserError(
             f"model.py: {what}; in GPT.loss, pass self.logits to loss_fn instead of "
-            "self.lm_head.weight (an auxiliary loss that only training uses belongs in GPT.forward)"
+            "self.lm_head.weight (if the loss is an auxiliary loss for training, add it in "
+            "GPT.forward)"
         )
 
 

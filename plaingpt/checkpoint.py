@@ -137,7 +137,7 @@ def check_checksums(path, remedy):
 
 
 def map_file(path):
-    """Returns the contents of a file of torch.save. Its tensors are mapped into memory.
+    """Returns the contents of a file written by torch.save, with its tensors mapped into memory.
 
     All processes on a machine share the memory of a mapped file. Raises exceptions of many kinds if
     the file is damaged.
@@ -147,7 +147,7 @@ def map_file(path):
 
 
 def load_file(file, device, **options):
-    """Returns the contents of a file of torch.save, without running code from the file.
+    """Returns the contents of a file written by torch.save, without running code from the file.
 
     file: a path or an open file. device, options: arguments of torch.load.
 

@@ -227,8 +227,8 @@ def find_tokenizer(data, place=None):
         own = load_tokenizer(path)
         if name and own.name != name:
             raise UserError(
-                f"{data}: tokenizer.json is not the tokenizer {name} of the shards; move this file "
-                "away"
+                f"{data}: tokenizer.json is not {name}, the tokenizer of the shards; move "
+                "tokenizer.json to a different directory"
             )
     elif name and not (given and given.name == name):
         with reading(find_meta(path), "restore it"):

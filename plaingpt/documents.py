@@ -362,7 +362,7 @@ def split_text(file, cut=False):
     rest = b""  # the start of a document whose end is not read yet
     n = 1  # the number of the document in `rest`
     begins = True  # False if `rest` continues a cut document
-    is_first = True  # whether no separator is read yet
+    is_first = True  # False after the first separator
     while block:
         *documents, rest = (rest + block).split(SEPARATOR)
         for document in documents:

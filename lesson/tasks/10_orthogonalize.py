@@ -13,12 +13,12 @@ def orthogonalize(x):
     the largest singular value. Do not compute a singular value decomposition, which is slow on
     GPUs.
 
-    Use five rounds. All singular values s must be at most 1 before the first round. Each round
-    replaces each s by
+    Use five iterations. All singular values s must be at most 1 before the first iteration. Each
+    iteration replaces each s by
 
       3.4445 s - 4.7750 s^3 + 2.0315 s^5
 
-    without changing the singular vectors. After five rounds, all singular values are about 1.
+    without changing the singular vectors. After five iterations, all singular values are about 1.
 
     Two hints: if x = U S Vᵀ, then x xᵀ = U S² Uᵀ, so x xᵀ x = U S³ Vᵀ. The norm of a matrix, the
     square root of the sum of its squared numbers, is at least as large as its largest singular

@@ -26,7 +26,7 @@ class SplitProcess(Process):
         return self.world_size * self.n_parts
 
     def sum(self, tensor):
-        """Sums a tensor over the shares of the data."""
+        """Returns the sum of the tensors of all shares, in which each share counts once."""
         tensor = tensor.to(self.device, copy=True)  # a copy, because the next lines change it
         dist.all_reduce(tensor)
         # The n_parts processes of a share have equal values, and all_reduce has added all n_parts

@@ -976,7 +976,8 @@ CASES = {
         ("--data text.txt=0", "text.txt=0: give a weight above 0, such as 0.5"),
         (
             "--data own",
-            "own: tokenizer.json is not the tokenizer bytes of the shards; move this file away",
+            "own: tokenizer.json is not bytes, the tokenizer of the shards; move tokenizer.json to "
+            "a different directory",
         ),
         ("--data meta", "unknown tokenizer '[7]'; copy its tokenizer.json next to the shards"),
         ("--log_dir text.txt", "--log_dir text.txt: cannot write ... choose another place"),

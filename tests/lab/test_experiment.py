@@ -641,7 +641,7 @@ def test_a_mistake_changes_no_file(flags, sentence, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("--sizes 64 100", "--sizes: give at least two multiples of 32 channels"),
+        ("--sizes 64 100", "--sizes: give two or more numbers of channels, each a multiple of 32"),
         ("--sizes 64 96 -- --n_embd 64", "--n_embd: --sizes already sets this value; remove"),
         ("--sizes 64 96 --flags '--max_steps 9'", "--max_steps: --sizes already sets this value"),
         ("--rates 1e-3 -- --max_lr=4e-3", "--max_lr: --rates already sets this value; remove"),

@@ -77,8 +77,8 @@ OWN_HEADS = {
 
 
 REMEDY = (
-    "; in GPT.loss, pass self.logits to loss_fn instead of self.lm_head.weight (an auxiliary "
-    "loss that only training uses belongs in GPT.forward)\n"
+    "; in GPT.loss, pass self.logits to loss_fn instead of self.lm_head.weight (if the loss "
+    "is an auxiliary loss for training, add it in GPT.forward)\n"
 )
 
 

@@ -359,7 +359,7 @@ MISTAKES = [
     ("10", "x.norm()", "x.abs().max()", "the norm first"),
     ("10", "(-4.7750", "(4.7750", "the signs and the powers"),
     ("10", "gram @ gram)", "gram @ gram @ gram)", "the signs and the powers"),
-    ("10", "range(5)", "range(3)", "Check the number of rounds"),
+    ("10", "range(5)", "range(3)", "Check the number of iterations"),
     (
         "10",
         "    x = x / x.norm()\n",
@@ -367,8 +367,8 @@ MISTAKES = [
         "without a singular value decomposition",
     ),
     ("10", "for _ in range(5)", "for _ in range(0)", "multiplied by the same factor"),
-    ("10", "range(5)", "range(2)", "Check the number of rounds"),
-    ("10", "range(5)", "range(1)", "Are there five rounds?"),
+    ("10", "range(5)", "range(2)", "Check the number of iterations"),
+    ("10", "range(5)", "range(1)", "Are there five iterations?"),
     (
         "10",
         "    return x\n",
@@ -713,7 +713,7 @@ def test_the_commands_of_the_check(capsys, tmp_path, monkeypatch):
     # check.py adds no period after a question mark, and no second period to a message of PyTorch.
     wrong = solution("10").replace("range(5)", "range(1)")
     (tmp_path / "10_orthogonalize.py").write_text(wrong, encoding="utf-8")
-    assert run_check(capsys, "10")[1].endswith("five rounds?\n")
+    assert run_check(capsys, "10")[1].endswith("five iterations?\n")
     wrong = "import torch\ndef causal_weights(scores):\n    return torch.ones(2) @ torch.ones(3)\n"
     (tmp_path / "02_mask.py").write_text(wrong, encoding="utf-8")
     assert not run_check(capsys, "02")[1].endswith("..\n")

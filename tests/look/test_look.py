@@ -204,7 +204,7 @@ def load_module(path, name):
 
 @pytest.mark.parametrize("name", ["rotary", "qknorm", "value-residual", "rmsnorm"])
 def test_attention_of_a_changed_model(name, tmp_path):
-    """look.py records the weights of changed attention: softmax(qkᵀ)·v equals its result.
+    """The recorded weights times v equal the output of attention, even in a changed model.
 
     With rotary positions and QK-norm, the weights differ from the weights of unchanged attention.
     """

@@ -144,7 +144,8 @@ def tiny(tmp_path_factory):
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=T))
     encode = get_tokenizer("gpt2").encode
     ids = [encode(r["text"])[-T - 1 :] for r in lambada_records()[:8]]
-    overfit(model, ids, last=1)  # the model will predict more last tokens than whole words
+    overfit(model, ids, last=1)
+    # The model now predicts the last token of a text correctly more often than the last word.
     save_gpt2(model, directory / "model", get_tokenizer("gpt2"))
     return directory / "model", write_data(directory)
 
