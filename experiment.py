@@ -18,11 +18,11 @@ their losses.
 The flags after -- replace flags in --flags. Only the values of a list, such as
 --data, are added to the values in --flags.
 
-The program without the change is the base. The runs of a program differ only in
-their random seeds: 1 to --base_seeds for the base, 1 to --seeds for the change.
-experiments/score.py does each run: it trains a model, and measures the model's
-loss on the validation data of the base. The verdict depends on the difference:
-the mean loss with the change, minus the mean loss of the base. experiment.py
+The program without the change is the baseline. The runs of a program differ
+only in their random seeds: 1 to --base_seeds for the baseline, 1 to --seeds for
+the change. experiments/score.py does each run: it trains a model, and measures the model's
+loss on the validation data of the baseline. The verdict depends on the difference:
+the mean loss with the change, minus the mean loss of the baseline. experiment.py
 first copies both programs, so you can continue to edit. Later experiments reuse
 finished runs. The exit status is the verdict:
 
@@ -38,7 +38,7 @@ size has heads of 32 channels, a peak learning rate of 1.5 / channels, and
 --tokens_per_weight training tokens per parameter. The values of --rates are for
 the smallest size; larger sizes scale them by 1 / channels. The verdict is about
 the largest size. "Worth x1.2 in compute" means: to reach the loss of the
-changed program, the base would need 1.2 times the compute of its runs.
+changed program, the baseline would need 1.2 times the compute of its runs.
 
 Each experiment adds a line to the list of experiments, the ledger:
 log/experiments/ledger.jsonl. The program needs scipy (pip install scipy).
@@ -114,7 +114,7 @@ class ExperimentConfig:
     )
     base_seeds: int = flag(
         8,
-        "number of runs of the base; raised to --seeds if it is smaller",
+        "number of runs of the baseline; raised to --seeds if smaller",
         at_least=2,
         at_most=1000,
     )
@@ -124,7 +124,7 @@ class ExperimentConfig:
     )
     rates: list[float] | None = flag(None, "peak learning rates (--max_lr) to try", above=0)
     delta: float = flag(0.01, "differences in loss below this value do not matter", above=0)
-    sizes: list[int] | None = flag(None, "model sizes to test, in channels", above=0)
+    sizes: list[int] | None = flag(None, "widths of the models to test, n_embd", above=0)
     tokens_per_weight: float = flag(5.0, "training tokens per parameter, for --sizes", above=0)
     base: str = flag("HEAD", "commit of the program without the change")
     name: str | None = flag(
@@ -138,7 +138,7 @@ class ExperimentConfig:
 class Change(NamedTuple):
     """The change that an experiment tests."""
 
-    commit: str  # of the base
+    commit: str  # of the baseline
     patch: bytes  # the changes since the commit
     files: list  # names of new .py files in this clone, which git does not track yet
     names: list  # what has changed, in words; empty if nothing has changed

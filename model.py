@@ -114,7 +114,7 @@ class GPT(nn.Module):
         """
         super().__init__()
         if seed is not None:
-            torch.manual_seed(seed)  # for initializations in constructors, see init_weights
+            torch.manual_seed(seed)  # for layers that draw their weights in the constructor
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.transformer = nn.ModuleDict(
@@ -277,8 +277,8 @@ class GPT(nn.Module):
             elif name.endswith(".c_attn.weight"):
                 if len(p) != 3 * p.size(1):
                     raise ValueError(
-                        f"{name} has {len(p)} rows instead of {p.size(1)} rows each for "
-                        "query, key and value; for --optimizer muon, write three separate layers"
+                        f"{name} has {len(p)} rows instead of 3 * {p.size(1)}; for --optimizer "
+                        "muon, write three separate layers for query, key and value"
                     )
                 qkv.append(p)
             else:

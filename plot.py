@@ -359,9 +359,9 @@ def draw_score(panel, model, score):
 def draw_sizes(entry, place):
     """Draws a verdict of experiment.py --sizes. Returns a matplotlib Figure.
 
-    The figure shows the losses of the base and of the change over the compute of the base: the mean
-    and the standard deviation of the runs at each size. entry: the verdict. place: the path of
-    the file with the verdict, for error messages.
+    The figure shows the losses of the baseline and of the change over the compute of the baseline:
+    the mean and the standard deviation of the runs at each size. entry: the verdict. place: the
+    path of the file with the verdict, for error messages.
     """
     if "worth" not in entry:
         raise UserError(
@@ -376,7 +376,7 @@ def draw_sizes(entry, place):
         errors = [np.std(losses, ddof=1) for losses in groups]
         panel.errorbar(flops, means, errors, marker=".", capsize=4, label=legend_label(name))
     channels = ", ".join(str(own["size"]) for own in entry["by_size"])
-    panel.set(xscale="log", xlabel=f"FLOPs of a run of the base, at {channels} channels")
+    panel.set(xscale="log", xlabel=f"FLOPs of a run of the baseline, at {channels} channels")
     panel.set(ylabel="loss (nats per token): mean, standard deviation", title=entry["verdict"])
     panel.grid(alpha=0.25)
     panel.legend()

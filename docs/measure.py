@@ -110,7 +110,7 @@ def read_log(text):
 
 
 def read_step(finished, what):
-    return {"ms": read_run(finished, what)["ms per step"]}
+    return {"ms per step": read_run(finished, what)["ms per step"]}
 
 
 def read_shakespeare(finished, what):

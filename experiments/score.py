@@ -7,7 +7,7 @@ validation sequences. The other arguments are the flags of train_gpt2.py.
 If the file does not exist, score.py writes the validation sequences of the run into this file.
 Otherwise, score.py writes score.json into the run directory. score.json contains the mean
 cross-entropy of GPT.logits on the sequences in the file, in nats per token. Thus all runs of an
-experiment are scored on the sequences of the base, and an edit of GPT.loss or of the validation
+experiment are scored on the sequences of the baseline, and an edit of GPT.loss or of the validation
 code does not change the score. A run with a score no longer needs its checkpoints, so score.py
 deletes the checkpoints, except in the runs of seed 1.
 """

@@ -1113,7 +1113,9 @@ def check_orthogonalize(task):
                     "which is the square root of the sum of all squares"
                 )
             inside = u.T @ y @ v  # (rank, rank); diagonal if the directions are kept
-            found = inside.diagonal()  # the singular values, if the singular vectors are kept
+            found = (
+                inside.diagonal()
+            )  # the singular values of y, if y has the singular vectors of x
             off = (inside - found.diag()).abs().max() + (y - u @ inside @ v.T).abs().max()
             expect(
                 off < 0.1 * max(1.0, y.abs().max().item()),

@@ -38,7 +38,7 @@ def load_optimizer(optimizer, saved):
     Every other hyperparameter, such as betas, comes from the checkpoint. If model.py now sets a
     different value, this function prints a note.
     """
-    groups = [dict(group) for group in optimizer.param_groups]  # as model.py and the flags set them
+    groups = [dict(group) for group in optimizer.param_groups]  # from model.py and the flags
     optimizer.load_state_dict(saved)
     notes = {}
     for group, new in zip(optimizer.param_groups, groups):
@@ -62,8 +62,8 @@ def load_optimizer(optimizer, saved):
 
 
 def restore_value(saved, loaded):
-    """Returns a copy of a tensor from a state dict, on the device of the tensor `loaded`.
+    """Returns a copy of `saved` on the device of `loaded`, or `saved` itself if it is no tensor.
 
-    Returns any other value unchanged. loaded: the value that load_state_dict stored for `saved`.
+    saved: a value from a state dict. loaded: what load_state_dict made of this value.
     """
     return saved.to(loaded.device, copy=True) if torch.is_tensor(saved) else saved

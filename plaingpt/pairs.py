@@ -35,7 +35,8 @@ def encode_pair(record, tokenizer):
         response = response.removesuffix(END_OF_TEXT)
     if not (isinstance(prompt, str) and isinstance(response, str) and response):
         raise UserError(
-            f"{where}: needs the strings prompt and response; see docs/data.md, or use fineweb.py"
+            f"{where}: needs strings in the fields prompt and response; see docs/data.md, or use "
+            "fineweb.py"
         )
     if tokenizer.name == "bytes" and "\n" in prompt + response:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Does and scores the runs of two programs: the base, and the program with the change."""
+"""Does and scores the runs of two programs: the baseline, and the program with the change."""
 
 import hashlib
 import json
@@ -135,7 +135,7 @@ def train(jobs, at_once, may_fail=False):
 def probe(programs):
     """Runs each program for about one second. Returns the Programs with facts, key and speed.
 
-    programs: [base, change]. The run of the base also writes the validation sequences on which
+    programs: [base, change]. The run of the baseline also writes the validation sequences on which
     all runs are scored.
     """
     VALIDATION.unlink(missing_ok=True)

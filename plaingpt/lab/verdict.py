@@ -53,13 +53,13 @@ def compare_losses(base, changed, delta):
 
 
 def worth(i, flops, losses, difference):
-    """Returns how many times its compute the base would need to reach the loss of the change.
+    """Returns how many times its compute the baseline would need to reach the loss of the change.
 
-    The result 1.2 means 20% more compute. i: index of the model size. flops, losses: FLOPs and
-    mean losses of the base at each size. difference: the loss of the change minus the loss of the
-    base, at size i. The slope of the loss over the logarithm of compute is estimated from the
-    neighboring sizes. Returns None if the loss does not fall with compute, or falls so little that
-    the result is not a finite float.
+    The result 1.2 means 20% more compute. i: index of the model size. flops, losses: FLOPs and mean
+    losses of the baseline at each size. difference: the loss of the change minus the loss of
+    the baseline, at size i. The slope of the loss over the logarithm of compute is estimated
+    from the neighboring sizes. Returns None if the loss does not fall with compute, or falls so
+    little that the result is not a finite float.
     """
     n_ends = min(2, len(flops) - 1)  # neighbors that determine the slope at the first and last size
     slope = np.gradient(losses, np.log(flops), edge_order=n_ends)[i]
@@ -85,7 +85,7 @@ def entry_as_line(entry):
 def worth_as_text(entry):
     """Returns the worth of the change in compute, with its interval, as text. See `worth`."""
     if None in entry["worth"]:
-        return "worth in compute is unknown: the loss of the base falls too little with the size"
+        return "worth in compute is unknown: the baseline's loss falls too little with the size"
     return "worth x{:.3g} [{:.3g}, {:.3g}] in compute".format(*entry["worth"])
 
 
@@ -102,8 +102,8 @@ def discoveries_as_lines(entries):
     ideas = list({tuple(entry["keys"]): entry for entry in tested}.values())
     if not any(entry["verdict"] in GOOD for entry in ideas):
         return []
-    # All changes share the runs of the base, so their p-values are not independent. The method of
-    # Benjamini and Yekutieli does not need independence.
+    # All changes share the runs of the baseline, so their p-values are not independent. The method
+    # of Benjamini and Yekutieli does not need independence.
     p_values = [entry["p_value"] for entry in ideas]
     rates = require("scipy.stats").false_discovery_control(p_values, method="by")
     good = sorted((r, e["change"]) for r, e in zip(rates, ideas) if e["verdict"] in GOOD)
@@ -132,11 +132,11 @@ def add_entry(path, entry):
 
 
 def choose_seeds(keys, config, ledger):
-    """Returns the range of seeds of the base, and the range of seeds of the change.
+    """Returns the range of seeds of the baseline, and the range of seeds of the change.
 
     Both ranges begin at 1. With --confirm, they begin after the last seed that the ledger contains
-    for either program. keys: the keys of the base and of the change. Raises UserError if the ledger
-    contains no verdict to confirm.
+    for either program. keys: the keys of the baseline and of the change. Raises UserError if the
+    ledger contains no verdict to confirm.
     """
     first = 1
     if config.confirm:

@@ -520,7 +520,7 @@ def test_a_run_goes_on_from_a_stored_file(tmp_path):
 def test_layers_that_change_places_do_not_exchange_their_moments(tmp_path):
     """An edit swaps two LayerNorms of the same shape, so the order of the parameters changes.
 
-    Optimizers of PyTorch identify parameters only by their order.
+    PyTorch's optimizers identify parameters only by their order.
     """
     copy_program(tmp_path)
     options = dict(cwd=tmp_path, program=tmp_path / "train_gpt2.py")

@@ -121,7 +121,10 @@ def test_two_epochs_have_every_sequence_twice_in_any_layout(
     assume(n > 0)
 
     def numbers(x, y):
-        """Checks that x and y equal sequences of the shards. Returns the sequences' indices."""
+        """Checks that the rows of x are sequences of the shards, and the rows of y their targets.
+
+        Returns the indices of these sequences.
+        """
         found = [(row[0] - 60_000) // T for row in x.tolist()]
         assert x.tolist() == [tokens[i * T : (i + 1) * T] for i in found]
         assert y.tolist() == [tokens[i * T + 1 : (i + 1) * T + 1] for i in found]

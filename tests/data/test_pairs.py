@@ -100,7 +100,7 @@ def test_a_response_may_end_with_the_mark(tmp_path):
         found.append((ids.tolist(), counted.tolist(), endings))
     assert found[0] == found[1]
     path = write_pairs(tmp_path / "a.jsonl", [("1", mark)])
-    with pytest.raises(UserError, match="needs the strings prompt and response"):
+    with pytest.raises(UserError, match="needs strings in the fields prompt and response"):
         read_pairs(path, BYTES, 32, 0.5)
 
 
@@ -227,9 +227,9 @@ def test_only_pairs_end_at_a_line_break(pairs):
 
 REFUSED = {
     "": "x.jsonl: contains no training pairs of at most 8 tokens; give more pairs, or",
-    '{"text": "a"}': "record 2: needs the strings prompt and response; see docs/data.md",
-    '{"prompt": "a", "response": ""}': "record 2: needs the strings prompt and response",
-    '{"prompt": "1+1=", "response": 2}': "record 2: needs the strings prompt and response",
+    '{"text": "a"}': "record 2: needs strings in the fields prompt and response; see docs/data.md",
+    '{"prompt": "a", "response": ""}': "record 2: needs strings in the fields prompt and response",
+    '{"prompt": "1+1=", "response": 2}': "record 2: needs strings in the fields prompt and",
     '{"prompt": "a\\nb", "response": "c"}': "record 2: contains a line break, .*; remove it, or",
     "text": r"x.jsonl, record 2: is damaged \(not JSON",
 }

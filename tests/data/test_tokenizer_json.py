@@ -141,7 +141,10 @@ def byte_letters(text):
 
 
 def characters(**options):
-    """Returns a BPE of a few characters, with or without an unknown token."""
+    """Returns a BPE tokenizer whose vocabulary is a few characters.
+
+    The tokenizer has an unknown token or none.
+    """
     names = ["<|endoftext|>", *"Theboats. ", options.get("unk_token", "x")]
     vocab = {name: i for i, name in enumerate(names)}
     return hf.Tokenizer(hf.models.BPE(vocab, [], **options))

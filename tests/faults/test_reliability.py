@@ -828,7 +828,7 @@ def test_damaged_rows_of_csv(tmp_path):
         (
             "train_gpt2.py",
             "--data data.json",
-            "data.json, record 1: needs the strings prompt and response",
+            "data.json, record 1: needs strings in the fields prompt and response",
         ),
         ("train_gpt2.py", "--data utf16.txt", "utf16.txt: is UTF-16; convert it to UTF-8"),
     ],

@@ -46,7 +46,7 @@ STATUS = dict(better=0, equal=3, worse=4, undecided=5, invalid=6, failed=7)
 
 
 def test_a_noisy_change_has_an_honest_interval():
-    """Draws 8 losses of the base, and 4 losses of a change with four times the standard deviation.
+    """Draws 8 losses of the baseline, and 4 of a change with four times the standard deviation.
 
     About 95% of the confidence intervals contain the true difference. With a pooled standard
     deviation, fewer than 85% of the intervals would contain the true difference.
@@ -103,7 +103,7 @@ def test_what_2000_greedy_agents_keep_has_little_luck():
     effects[:, 21:27] = rng.uniform(0.002, 0.03, (n_agents, 6))
     effects[:, 27:] = -rng.uniform(0.002, 0.03, (n_agents, 3))
     effects = rng.permuted(effects, axis=1)
-    level = np.full(n_agents, 1.4)  # the true loss of the base
+    level = np.full(n_agents, 1.4)  # the true loss of the baseline
     base = level[:, None] + rng.choice(noise, (n_agents, 8))
     p = np.empty((n_agents, n_ideas))
     for k in range(n_ideas):
@@ -375,8 +375,8 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     # These flags repeat the default and name the same device, so the change does nothing.
     found = experiment(clone, "equal", more=["--", "--weight_decay", "0.1", "--device", "cpu:0"])
     assert "the change does nothing" in found["reason"] and len(run_names(clone)) == 4
-    # With --seeds 3, only the third run of the base is missing. The change renames a variable. The
-    # three runs of the change are new, but have the same losses as the base.
+    # With --seeds 3, only the third run of the baseline is missing. The change renames a variable.
+    # The three runs of the change are new, but have the same losses as the baseline.
     rename = "        y = y.transpose(1, 2).flatten(2)  # (B, T, C)\n"
     found = experiment(
         clone,
@@ -395,7 +395,7 @@ def test_an_experiment_and_what_later_ones_use_again(clone):
     models = (clone / "log/experiments/runs").glob("*/model_*.pt")
     assert {path.parent.name.rpartition("-")[2] for path in models} == {"1"}
     # A confirmation uses new seeds: the first one follows the last seed of both programs.
-    # --base_seeds is the number of runs of the base.
+    # --base_seeds is the number of runs of the baseline.
     confirm = ["--confirm", "--base_seeds", 3, "--why", "it was worse"]
     found = experiment(clone, "worse", *confirm, "log/my.patch")
     assert (found["n"], found["base_n"], found["last_seed"]) == (2, 3, 6)
@@ -474,7 +474,7 @@ def test_runs_that_do_not_compare(clone):
 
 @pytest.mark.slow
 def test_other_training_data_and_longer_runs_are_changes(clone):
-    """experiment.py computes the losses of both programs on the validation data of the base."""
+    """experiment.py computes the losses of both programs on the validation data of the baseline."""
     (clone / "log" / "b.txt").write_text((ROOT / "input.txt").read_text()[-20_000:])
     flags = "--data input.txt log/b.txt=2 --val_tokens 64 --max_steps 12".split()
     found = experiment(clone, "equal", "--delta", 9, more=["--", *flags])
@@ -539,7 +539,7 @@ def test_a_large_factor_is_printed_with_three_digits():
 
 @pytest.mark.parametrize("gain", [0.8, 1.0, 1.3])
 def test_what_a_known_gain_is_worth(gain):
-    """To reach a loss of the base, the change needs 1 / gain times the compute of the base."""
+    """To reach a loss of the baseline, the change needs 1 / gain times the baseline's compute."""
     rng = np.random.default_rng(0)
     flops = np.array([1.0, 4.0, 12.0, 28.0])
     inside, estimates = [], []
@@ -651,7 +651,7 @@ def test_a_mistake_changes_no_file(flags, sentence, tmp_path, monkeypatch):
     ],
 )
 def test_a_flag_whose_value_the_program_sets(flags, sentence, monkeypatch):
-    """--sizes and --rates replace these values, so the base and the change could be the same.
+    """--sizes and --rates replace these values, so the baseline and the change could be the same.
 
     If experiment.py accepts the flags, its next error message is about the commit "nowhere".
     """

@@ -1,4 +1,4 @@
-"""Tests patches in experiments/ whose results a test can also compute in a different way."""
+"""Tests some patches in experiments/: a second computation must return the same results."""
 
 import importlib.util
 import math

@@ -17,7 +17,7 @@ from other_optimizers import assert_equal, copy_with, resume, run
     ],
 )
 def test_a_run_with_another_optimizer_resumes_in_every_layout(tmp_path, name, ways):
-    """Each layout resumes the run from the first checkpoint of the previous layout."""
+    """The run resumes in one layout after another, from the first checkpoint of the previous."""
     copy_with(tmp_path, name)
     every_step = ["--max_steps", len(ways), "--save_every", 1]
     run(tmp_path, "one", *every_step)

@@ -536,7 +536,10 @@ def test_own_code(run, tmp_path):
         ("RUN --text held.txt", "--text held.txt: no such file; give an existing file"),
         ("RUN --text empty.txt", "--text: contains no tokens; give a longer text"),
         ("RUN --text utf16.txt", "--text utf16.txt: cannot be read"),
-        ("RUN --text text.jsonl", "text.jsonl, record 1: needs the strings prompt and response"),
+        (
+            "RUN --text text.jsonl",
+            "text.jsonl, record 1: needs strings in the fields prompt and response",
+        ),
         ("RUN --text lines.jsonl", "lines.jsonl, record 1: contains a line break, which is the"),
         ("RUN --text empty.jsonl", "--text empty.jsonl: does not begin with a pair of at most 32"),
         ("RUN --text a --output no/a.html", "--output no/a.html: cannot write there"),
