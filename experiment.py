@@ -20,11 +20,11 @@ The flags after -- replace flags in --flags. Only the values of a list, such as
 
 The program without the change is the baseline. The runs of a program differ
 only in their random seeds: 1 to --base_seeds for the baseline, 1 to --seeds for
-the change. experiments/score.py does each run: it trains a model, and measures the model's
-loss on the validation data of the baseline. The verdict depends on the difference:
-the mean loss with the change, minus the mean loss of the baseline. experiment.py
-first copies both programs, so you can continue to edit. Later experiments reuse
-finished runs. The exit status is the verdict:
+the change. experiments/score.py does each run: it trains a model, and measures
+the model's loss on the validation data of the baseline. The verdict depends on
+the difference: the mean loss with the change, minus the mean loss of the
+baseline. experiment.py first copies both programs, so you can continue to edit.
+Later experiments reuse finished runs. The exit status is the verdict:
 
   0  better     the 95% confidence interval (Welch's t-test) is below 0
   3  equal      the interval is within ± delta, even if it excludes 0

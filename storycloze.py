@@ -12,8 +12,8 @@ contain these columns (other spellings, such as sentence_quiz1, also work):
   RandomFifthSentenceQuiz1,RandomFifthSentenceQuiz2,AnswerRightEnding
 
 The context consists of the first four sentences of the story. The model's
-answer is the ending that is more likely after the context. Chance accuracy is 0.5.
-docs/benchmarks.md contains the score of GPT-3.
+answer is the ending that is more likely after the context. Chance accuracy is
+0.5. docs/benchmarks.md contains the score of GPT-3.
 """
 
 from plaingpt.scoring.benchmark import Benchmark, accuracy, bad_record, choice, get_fields
