@@ -362,6 +362,8 @@ def main(argv=None):
         raise UserError(
             "--peer: needs a single process, but --large needs several; remove --peer or --large"
         )
+    if bench.peer and given.get("activation_checkpointing"):
+        raise UserError("--peer: no peer uses activation checkpointing; remove the flag")
     if bench.peer and given.get("optimizer") == "muon":
         raise UserError("--peer: all models use AdamW; remove --optimizer")
     if bench.peer:

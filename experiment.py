@@ -200,6 +200,10 @@ def compare(programs, rates, config, ledger, entry):
     entry.update(keys=keys, last_seed=seeds[0][-1], base_losses=base_losses, losses=losses)
     runs = [program.place(own[0]) for program, own in zip(programs, seeds)]
     entry["parameters"] = [read_facts(run / "run.json")["parameters"] for run in runs]
+    for program, own in zip(programs, seeds):
+        for seed in own:
+            if not program.score(seed):
+                raise UserError(f"{program.place(seed)} ended before its last step; see output.txt")
     if None in base_losses + losses:
         raise UserError("the loss of a run is not finite; give a lower --max_lr")
     for program, own in zip(programs, seeds):

@@ -74,17 +74,18 @@ def convert_nanogpt(found, GPT):
         n_head=settings["n_head"],
         n_embd=settings["n_embd"],
     )
-    given = {}
+    weights = {}
     for name, tensor in found["model"].items():
         # torch.compile adds the prefix _orig_mod, and DDP adds the prefix module. A name may have
         # both prefixes, in either order.
-        given[re.sub(r"^((_orig_mod|module)\.)+", "", name)] = tensor
-    weights = {}
+        name = re.sub(r"^((_orig_mod|module)\.)+", "", name)
+        if name in ("transformer.wte.weight", "lm_head.weight"):
+            tensor = tensor[:50257]
+        if not name.endswith(".attn.bias"):  # a buffer with the causal mask
+            weights[name] = tensor.float()
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
-        if name in given:
-            weights[name] = given[name].float()[: len(p)]
-        elif name.endswith(".bias"):  # a model of nanoGPT with bias=False has no biases
-            weights[name] = torch.zeros(p.shape)
+        if name.endswith(".bias"):  # a model of nanoGPT with bias=False has no biases
+            weights.setdefault(name, torch.zeros(p.shape))
     check_weights(weights, config, GPT)
     check_tied(weights, config, GPT)
     return found | dict(model=weights, model_config=asdict(config), tokenizer="gpt2")

@@ -44,8 +44,9 @@ def load_optimizer(optimizer, saved):
     for group, new in zip(optimizer.param_groups, groups):
         group.update({name: new[name] for name in ("peak_lr", "weight_decay") if name in new})
         for name in getattr(optimizer, "defaults", {}).keys() & new.keys() - {"lr"}:
-            if repr(group[name]) != repr(new[name]):
-                notes[name] = f"is {group[name]!r}, as in the checkpoint, not {new[name]!r}"
+            old = group.setdefault(name, new[name])  # model.py may have a new hyperparameter
+            if repr(old) != repr(new[name]):
+                notes[name] = f"is {old!r}, as in the checkpoint, not {new[name]!r}"
     for name, text in sorted(notes.items()):
         print0(f"note: {name} of {type(optimizer).__name__} {text}")
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:

@@ -161,6 +161,7 @@ def test_only_a_signal_kills_a_model(function, argument, error, words):
     "flags, variables, sentence",
     [
         ("--peer plain", dict(RANK="0", WORLD_SIZE="2"), "--peer plain: needs a single process"),
+        ("--peer plain --activation_checkpointing", {}, "--peer: no peer uses activation checkp"),
         ("--peer plain --large", {}, "--peer: needs a single process, but --large needs several"),
         ("--peer plain --optimizer muon", {}, "--peer: all models use AdamW; remove --optimizer"),
     ],

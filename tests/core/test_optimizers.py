@@ -120,3 +120,14 @@ def test_a_note_names_hyperparameters_that_a_resumed_run_takes_from_the_checkpoi
     assert after.param_groups[0]["weight_decay"] == 0.3
     note = "note: betas of AdamW is (0.9, 0.999), as in the checkpoint, not (0.8, 0.9)\n"
     assert capsys.readouterr().out == note
+
+
+def test_a_hyperparameter_that_the_checkpoint_lacks():
+    """For example, an edit of model.py adds the hyperparameter to its optimizer."""
+    parameters = list(GPT(MODEL).parameters())
+    before = torch.optim.AdamW(parameters, 0.1).state_dict()
+    for group in before["param_groups"]:
+        del group["betas"]
+    after = torch.optim.AdamW(parameters, 0.1, (0.8, 0.9))
+    load_optimizer(after, before)
+    assert after.param_groups[0]["betas"] == (0.8, 0.9)

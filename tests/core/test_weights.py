@@ -1,5 +1,6 @@
 """Loads unusual weights, such as a tied matrix with two values."""
 
+import re
 from dataclasses import asdict, replace
 
 from plaingpt.errors import UserError
@@ -66,6 +67,24 @@ def test_a_tied_matrix_with_two_values_is_refused(save, n, tmp_path):
         load_model(save(tmp_path / "two", **{HEAD: wte + 0.1}), GPT)
     same, _ = load_model(save(tmp_path / "one", **{HEAD: wte.clone()}), GPT)
     assert torch.equal(same.lm_head.weight, wte)
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("transformer.h.0.attn.q_norm.weight", (16,)),  # a layer that model.py does not contain
+        ("transformer.h.2.ln_1.weight", (32,)),  # a block more than in the settings
+        ("transformer.h.0.mlp.c_fc.bias", (256,)),
+    ],
+)
+def test_a_nanogpt_of_a_different_architecture_is_refused(tmp_path, name, shape):
+    with pytest.raises(UserError, match=re.escape(name)):
+        load_model(save_nanogpt(tmp_path / "one", **{name: torch.ones(shape)}), GPT)
+
+
+def test_the_causal_mask_in_a_nanogpt_is_ignored(tmp_path):
+    mask = torch.ones(1, 1, 32, 32).tril()
+    load_model(save_nanogpt(tmp_path / "one", **{"transformer.h.0.attn.bias": mask}), GPT)
 
 
 def test_an_embedding_that_a_file_has_only_as_the_head(tmp_path):

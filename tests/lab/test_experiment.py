@@ -483,6 +483,13 @@ def test_other_training_data_and_longer_runs_are_changes(clone):
 
 
 @pytest.mark.slow
+def test_a_run_that_ends_early_is_named(clone):
+    flags = f"{FLAGS} --max_minutes 1e-4"
+    found = experiment(clone, "failed", "--flags", flags, more=["--", "--weight_decay", "0.2"])
+    assert re.fullmatch(r".* ended before its last step; see output.txt", found["reason"])
+
+
+@pytest.mark.slow
 def test_losses_stay_in_the_ledger_if_one_is_not_finite(clone):
     logits = "        return self.lm_head(x)\n"
     nan = ' * (1.0 if self.training else float("nan"))\n'
