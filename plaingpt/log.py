@@ -63,7 +63,7 @@ class RunLog:
         self.peak_flops = peak_flops(self.process)
         self.metrics = {}
         self.known = set()  # (step, name) of the numbers that log.txt contains for the first step
-        self.written = (0, set())  # the current step, and the names of its numbers so far
+        self.last_steps = {}  # {name: step of its last value in this run}
         self.file = None  # log.txt, on rank 0
         self.trackers = []  # TensorBoard and Weights & Biases, on rank 0
         self.stack = contextlib.ExitStack()  # closes the files and unlocks the directory
@@ -119,12 +119,10 @@ class RunLog:
 
         Raises ValueError if two values of a step have the same name.
         """
-        if step != self.written[0]:
-            self.written = (step, set())
         for name in values:
-            if name in self.written[1]:
+            if self.last_steps.get(name) == step:
                 raise ValueError(f"step {step} has two metrics named {name!r}; rename one of them")
-            self.written[1].add(name)
+            self.last_steps[name] = step
         self.metrics.update(values)
         if not self.file:
             return
