@@ -80,7 +80,7 @@ def convert_nanogpt(found, GPT):
         # both prefixes, in either order.
         name = re.sub(r"^((_orig_mod|module)\.)+", "", name)
         if name in ("transformer.wte.weight", "lm_head.weight"):
-            tensor = tensor[:50257]
+            tensor = tensor[: config.vocab_size]
         if not name.endswith(".attn.bias"):  # a buffer with the causal mask
             weights[name] = tensor.float()
     for name, p in make_whole_gpt(GPT, config).named_parameters(remove_duplicate=False):
