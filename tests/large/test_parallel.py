@@ -208,7 +208,7 @@ def test_fsdp_uses_the_calculated_memory(tmp_path):
 
 
 def test_the_methods_of_a_sharded_model_give_the_results_of_gpt(tmp_path):
-    """On all processes, the methods return the same results as those of a GPT that is not split.
+    """On all processes, the methods return the same results as with a GPT that is not split.
 
     The test calls the methods before and after a training step. All processes return the same loss
     and gradient norm of this step.
